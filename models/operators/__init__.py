@@ -1,0 +1,1 @@
+"""The vocabulary: one file per operator, with its shape rule, counts, reference semantics and gradient rule."""

@@ -1,0 +1,1 @@
+"""What runs when: compiler, build cache, PyTorch runtime, training and the command line."""

@@ -1,0 +1,1 @@
+"""Operator classes, flop, words moved and what follows from them."""

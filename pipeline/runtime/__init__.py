@@ -1,0 +1,1 @@
+"""The compiled layer as a PyTorch module."""

@@ -1,0 +1,1 @@
+"""Data, training loop and checkpoints."""

@@ -1,0 +1,1 @@
+"""Operator benchmarks, their database, and the choice of a configuration."""

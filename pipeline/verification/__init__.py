@@ -1,0 +1,1 @@
+"""Compiled layers against float64, and the long seeded runs of it."""

@@ -1,0 +1,80 @@
+"""Fixtures of the whole suite: a strict DaCe, a build cache of its own, and a bounded number of threads."""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before NumPy, PyTorch and DaCe read them. Two threads make races visible and fit small machines; waiting threads must
+# sleep, because pytest-xdist runs several processes at once.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
+os.environ.setdefault("MKL_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import dace
+import pytest
+import torch
+from dace.config import Config
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder of this run, shared by all worker processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(session_folder: Path) -> Iterator[Path]:
+    """The build cache of this run (``STEPDOWN_CACHE``): shared by its workers, never the user's."""
+    cache = session_folder / "stepdown-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEPDOWN_CACHE", str(cache))
+        yield cache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strict_dace_session(session_folder: Path) -> Iterator[None]:
+    """DaCe without name-matched builds, with exceptions in matches raised, and with its folders in a temporary place.
+
+    Session scope, so that fixtures which compile something once see it as well.
+    """
+    before = copy.deepcopy(Config._data._config)
+    Config.set("cache", value="unique")
+    Config.set("compiler", "use_cache", value=False)
+    Config.set("optimizer", "match_exception", value=True)
+    Config.set("default_build_folder", value=str(session_folder / f"dacecache-{os.getpid()}"))
+    Config.set("progress", value=False)
+    yield
+    Config._data._config = before
+
+
+@pytest.fixture(autouse=True)
+def strict_dace(strict_dace_session: None) -> Iterator[None]:
+    """Puts DaCe's configuration back after each test, and fails a test that leaves DaCe's cache policy changed."""
+    before = copy.deepcopy(Config._data._config)
+    yield
+    after, Config._data._config = Config._data._config, before
+    assert after == before, "the test, or what it called, left DaCe's configuration changed."
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same PyTorch generator state."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generated_name(request: pytest.FixtureRequest) -> str:
+    """A name for an SDFG built by a test: unique to the test, valid as an identifier."""
+    return "".join(c if c.isalnum() else "_" for c in request.node.nodeid)[-80:].lstrip("_0123456789")
+
+
+def pytest_report_header() -> str:
+    """The versions that matter, at the top of every report."""
+    return f"dace {dace.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -1,0 +1,1 @@
+"""Every rewrite of an SDFG, one file each, named after its class."""

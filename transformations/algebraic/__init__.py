@@ -1,0 +1,1 @@
+"""Rewrites that use algebra: stacked projections, folded scales, dead work."""

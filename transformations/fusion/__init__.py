@@ -1,0 +1,1 @@
+"""Rewrites that join operators so that intermediate results are not written to memory."""

@@ -1,0 +1,1 @@
+"""Rewrites that choose the strides of containers."""

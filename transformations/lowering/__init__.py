@@ -1,0 +1,1 @@
+"""From operators to maps and library calls, one sub-package for each target."""

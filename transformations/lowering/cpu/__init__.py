@@ -1,0 +1,1 @@
+"""Lowering to OpenMP loops and BLAS calls."""

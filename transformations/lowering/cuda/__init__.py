@@ -1,0 +1,1 @@
+"""Lowering to CUDA kernels and NVIDIA's libraries."""

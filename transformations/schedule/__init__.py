@@ -1,0 +1,1 @@
+"""Rewrites that map lowered loops to threads, vectors and buffers."""

@@ -1,0 +1,1 @@
+../../src/stepdown/__init__.py
