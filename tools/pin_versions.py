@@ -1,6 +1,6 @@
 """Writes ``constraints.txt``: the installed version of every package that the project needs, directly or not.
 
-Run it with the interpreter of the environment in which the suite has passed: ``.venv/bin/python tools/pin_versions.py``.
+Run it with the interpreter of an environment in which the suite has passed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ HEADER = """\
 
 
 def needed(name: str, extras: frozenset[str], seen: dict[tuple[str, frozenset[str]], None]) -> None:
-    """Adds ``name`` with ``extras`` and everything it requires to ``seen``; packages that are not installed are left out."""
+    """Adds ``name`` with ``extras`` and all that it requires to ``seen``, leaving out what is not installed."""
     key = (canonicalize_name(name), extras)
     if key in seen:
         return
