@@ -1,1 +1,68 @@
-"""The vocabulary: one file per operator, with its shape rule, counts, reference semantics and gradient rule."""
+"""The vocabulary of the canonical form: one library node for each operator, and functions to call in programs."""
+
+from stepdown.models.operators.activation import Gelu, GeluGradient, Relu, ReluGradient
+from stepdown.models.operators.contraction import Contraction, split_einsum
+from stepdown.models.operators.dropout import Dropout
+from stepdown.models.operators.element_wise import Add, Bias, CausalMask, KeyPaddingMask, Scale, SumRows
+from stepdown.models.operators.normalization import (
+    LayerNorm,
+    LayerNormGradient,
+    LayerNormParameterGradient,
+    Softmax,
+    SoftmaxGradient,
+)
+from stepdown.models.operators.operator import Operator, OperatorClass
+from stepdown.models.operators.pure import ExpandStatementsPure
+from stepdown.models.operators.statements import Statement
+
+ROW_OPERATORS: tuple[type[Operator], ...] = (
+    Add,
+    Bias,
+    CausalMask,
+    Dropout,
+    Gelu,
+    GeluGradient,
+    KeyPaddingMask,
+    LayerNorm,
+    LayerNormGradient,
+    LayerNormParameterGradient,
+    Relu,
+    ReluGradient,
+    Scale,
+    Softmax,
+    SoftmaxGradient,
+    SumRows,
+)
+"""Every operator that is a list of statements."""
+
+OPERATORS: tuple[type[Operator], ...] = (Contraction, *ROW_OPERATORS)
+"""Every operator of the vocabulary: a graph holds nothing else (canonical form, rule 5)."""
+
+for _operator in ROW_OPERATORS:
+    _operator.register_implementation("pure", ExpandStatementsPure)
+
+__all__ = [
+    "OPERATORS",
+    "ROW_OPERATORS",
+    "Add",
+    "Bias",
+    "CausalMask",
+    "Contraction",
+    "Dropout",
+    "Gelu",
+    "GeluGradient",
+    "KeyPaddingMask",
+    "LayerNorm",
+    "LayerNormGradient",
+    "LayerNormParameterGradient",
+    "Operator",
+    "OperatorClass",
+    "Relu",
+    "ReluGradient",
+    "Scale",
+    "Softmax",
+    "SoftmaxGradient",
+    "Statement",
+    "SumRows",
+    "split_einsum",
+]

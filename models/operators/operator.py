@@ -44,6 +44,7 @@ def data_type(descriptor: data.Data) -> DataType:
     return resolve_dtype(descriptor.dtype.to_string())
 
 
+@properties.make_properties
 class Operator(LibraryNode):
     """A node of the canonical form (``docs/canonical_form.md``, rule 1).
 

@@ -6,7 +6,9 @@ written in a small subset of Python over the names of operands and of earlier st
 
 * arithmetic, comparisons, ``a if condition else b``;
 * ``exp erf tanh sqrt maximum dropout_threshold dropout_scale``;
-* ``NEGATIVE_INFINITY`` and ``size_X``, the extent of dimension ``X``.
+* ``NEGATIVE_INFINITY``; ``size_X``, the extent of dimension ``X``; ``position_X``, the element's index in it.
+
+The target of a reduction is a temporary; a further statement stores it.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
 """
@@ -14,7 +16,6 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,7 @@ from stepdown.models.errors import CanonicalFormError
 FUNCTIONS = ("exp", "erf", "tanh", "sqrt", "maximum", "dropout_threshold", "dropout_scale")
 NEGATIVE_INFINITY = "NEGATIVE_INFINITY"
 EXTENT_PREFIX = "size_"
+POSITION_PREFIX = "position_"
 
 Reduction = Literal["sum", "max"]
 ScalarKind = Literal["compute", "word"]
@@ -56,7 +58,7 @@ class Statement:
         for node in ast.walk(ast.parse(self.expression, mode="eval")):
             if isinstance(node, ast.Name) and node.id not in found:
                 name = node.id
-                if name not in FUNCTIONS and name != NEGATIVE_INFINITY and not name.startswith(EXTENT_PREFIX):
+                if name not in FUNCTIONS and name != NEGATIVE_INFINITY and not is_dimension_name(name):
                     found.append(name)
         return found
 
@@ -90,6 +92,11 @@ class Statement:
         return count
 
 
+def is_dimension_name(name: str) -> bool:
+    """Whether the name stands for a dimension's extent or for the element's position in it."""
+    return name.startswith((EXTENT_PREFIX, POSITION_PREFIX)) and len(name.rpartition("_")[2]) == 1
+
+
 class _CppPrinter:
     """Prints a formula as C++ in one scalar type."""
 
@@ -98,9 +105,12 @@ class _CppPrinter:
         ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
     }  # fmt: skip
 
-    def __init__(self, scalar: str, extent: Callable[[str], str], rename: Callable[[str], str]) -> None:
+    def __init__(
+        self, scalar: str, extent: Callable[[str], str], position: Callable[[str], str], rename: Callable[[str], str]
+    ) -> None:
         self.scalar = scalar
         self.extent = extent
+        self.position = position
         self.rename = rename
 
     def print(self, node: ast.expr) -> str:
@@ -127,8 +137,10 @@ class _CppPrinter:
     def _name(self, name: str) -> str:
         if name == NEGATIVE_INFINITY:
             return f"stepdown::negative_infinity<{self.scalar}>()"
-        if name.startswith(EXTENT_PREFIX):
-            return f"{self.scalar}({self.extent(name.removeprefix(EXTENT_PREFIX))})"
+        if is_dimension_name(name) and name.startswith(EXTENT_PREFIX):
+            return f"{self.scalar}({self.extent(name[-1])})"
+        if is_dimension_name(name):
+            return f"({self.position(name[-1])})"
         return self.rename(name)
 
 
@@ -136,13 +148,15 @@ def to_cpp(
     expression: str,
     scalar: str,
     extent: Callable[[str], str],
+    position: Callable[[str], str],
     rename: Callable[[str], str] = lambda name: name,
 ) -> str:
     """The formula as a C++ expression.
 
     :param scalar: C++ type of the arithmetic, ``float`` or ``double``; constants are written in it.
     :param extent: C++ text of a dimension's extent.
+    :param position: C++ text of the element's index in a dimension.
     :param rename: C++ text of an operand.
     :raises CanonicalFormError: for syntax outside the statement language.
     """
-    return _CppPrinter(scalar, extent, rename).print(copy.deepcopy(ast.parse(expression, mode="eval").body))
+    return _CppPrinter(scalar, extent, position, rename).print(ast.parse(expression, mode="eval").body)
