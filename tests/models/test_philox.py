@@ -96,5 +96,5 @@ def test_arguments_out_of_range_are_refused() -> None:
         philox_words(0, 0, 256, 1)
     with pytest.raises(InputError, match="count=-1 was given"):
         philox_words(0, 0, 0, -1)
-    with pytest.raises(InputError, match="probability=1.0 was given; accepted is at least 0 and below 1"):
+    with pytest.raises(InputError, match=r"probability=1\.0 was given; accepted is at least 0 and below 1"):
         keep_mask(0, 0, 0, (1,), 1.0)

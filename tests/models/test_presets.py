@@ -66,5 +66,5 @@ def test_spelling_of_names_is_forgiven(name: str) -> None:
 def test_unknown_preset_lists_close_matches() -> None:
     with pytest.raises(OptionError, match='preset "bert-lage" is unknown; close to it are "bert-large"'):
         find_preset("bert-lage")
-    with pytest.raises(OptionError, match='preset "xyzzy" is unknown; accepted are "bert-tiny", .*"minilm"'):
+    with pytest.raises(OptionError, match=r'preset "xyzzy" is unknown; accepted are "bert-tiny", .*"minilm"'):
         find_preset("xyzzy")
