@@ -1,0 +1,168 @@
+"""The canonical form's validator, run between passes; the rules are those of ``docs/canonical_form.md``.
+
+Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dace import data
+from dace.sdfg import SDFG, SDFGState, nodes
+
+from stepdown.models.errors import CanonicalFormError
+from stepdown.models.operators.operator import Operator, canonical_dims
+from stepdown.transformations.training_graph import TrainingGraph
+
+
+def the_state(sdfg: SDFG) -> SDFGState:
+    """The single state of a graph in canonical form.
+
+    :raises CanonicalFormError: when there is any other number of states (rule 3).
+    """
+    blocks = sdfg.nodes()
+    if len(blocks) != 1 or not isinstance(blocks[0], SDFGState):
+        raise CanonicalFormError(f'graph "{sdfg.name}" has {len(blocks)} states, the canonical form takes one (rule 3)')
+    return blocks[0]
+
+
+def operators(sdfg: SDFG) -> list[Operator]:
+    """The operators of a graph in canonical form, in a topological order that is the same at every call."""
+    return [node for node in topological_nodes(the_state(sdfg)) if isinstance(node, Operator)]
+
+
+def topological_nodes(state: SDFGState) -> list[nodes.Node]:
+    """Nodes in topological order; ties are broken by the order in which the nodes were added."""
+    position = {node: place for place, node in enumerate(state.nodes())}
+    missing = {node: len({edge.src for edge in state.in_edges(node)}) for node in state.nodes()}
+    ready = sorted((node for node, count in missing.items() if count == 0), key=position.__getitem__)
+    order: list[nodes.Node] = []
+    while ready:
+        node = ready.pop(0)
+        order.append(node)
+        for successor in sorted({edge.dst for edge in state.out_edges(node)}, key=position.__getitem__):
+            missing[successor] -= 1
+            if missing[successor] == 0:
+                ready.append(successor)
+        ready.sort(key=position.__getitem__)
+    return order
+
+
+def operand_edges(state: SDFGState, node: Operator) -> Iterator[tuple[str, str, bool]]:
+    """Connector, container and whether it is written, for every operand of an operator."""
+    for edge in state.in_edges(node):
+        yield edge.dst_conn, edge.data.data, False
+    for edge in state.out_edges(node):
+        yield edge.src_conn, edge.data.data, True
+
+
+def container_dims(sdfg: SDFG) -> dict[str, str]:
+    """The logical dimensions of every container that an operator reads or writes.
+
+    S and T of self-attention share an extent: where operators differ in that, the name with S is given.
+    """
+    state = the_state(sdfg)
+    found: dict[str, str] = {}
+    for node in operators(sdfg):
+        dims = node.operand_dims()
+        for connector, name, _ in operand_edges(state, node):
+            whole = len(sdfg.arrays[name].shape) == len(dims[connector]) or isinstance(sdfg.arrays[name], data.Scalar)
+            if whole and (name not in found or "T" in found[name] and "T" not in dims[connector]):
+                found[name] = dims[connector]
+    return found
+
+
+def kept_containers(forward: SDFG, backward: SDFG) -> tuple[str, ...]:
+    """What backward reads of what forward computes, beyond the layer's inputs and output (rule 4)."""
+    written = {name for name in written_containers(forward) if not name_is_output(forward, name)}
+    return tuple(sorted(name for name in backward.arrays if name in written and not backward.arrays[name].transient))
+
+
+def written_containers(sdfg: SDFG) -> set[str]:
+    """Containers that some operator writes."""
+    state = the_state(sdfg)
+    return {node.data for node in state.data_nodes() if state.in_degree(node) > 0}
+
+
+def name_is_output(sdfg: SDFG, name: str) -> bool:
+    """Whether ``name`` is the layer's own output, as recorded when the graph was parsed."""
+    return name in OUTPUT_NAMES and name in sdfg.arrays
+
+
+OUTPUT_NAMES = ("y",)
+"""Names of the containers that a layer's program returns."""
+
+
+def validate(graph: TrainingGraph) -> None:
+    """Check every rule of the canonical form.
+
+    :raises CanonicalFormError: naming the rule, the node and the container that break it.
+    """
+    for _, sdfg in graph.graphs():
+        validate_sdfg(sdfg)
+    if graph.backward is None:
+        if graph.kept:
+            raise CanonicalFormError(f"a graph without a backward pass keeps {', '.join(graph.kept)} (rule 4)")
+        return
+    derived = kept_containers(graph.forward, graph.backward)
+    if derived != graph.kept:
+        raise CanonicalFormError(
+            f'graph "{graph.forward.name}" says it keeps {", ".join(graph.kept) or "nothing"}, its backward pass reads '
+            f"{', '.join(derived) or 'nothing'} (rule 4)"
+        )
+    for name in graph.kept:
+        if graph.forward.arrays[name].transient:
+            raise CanonicalFormError(f'kept container "{name}" is a temporary of the forward graph (rule 4)')
+
+
+def validate_sdfg(sdfg: SDFG) -> None:
+    """Check the rules that concern one graph (1, 2, 3 and 5)."""
+    state = the_state(sdfg)
+    written: set[str] = set()
+    dims: dict[str, str] = {}
+    for node in topological_nodes(state):
+        if isinstance(node, nodes.AccessNode):
+            _validate_access(sdfg, state, node, written)
+        elif isinstance(node, Operator):
+            _validate_operator(sdfg, state, node, dims)
+        else:
+            kind = type(node).__name__
+            raise CanonicalFormError(f'node "{node}" of graph "{sdfg.name}" is a {kind}, not an operator (rules 1 and 5)')
+    used = {node.data for node in state.data_nodes()}
+    for name, descriptor in sdfg.arrays.items():
+        if isinstance(descriptor, (data.View, data.Reference, data.Stream)):
+            raise CanonicalFormError(f'container "{name}" is a {type(descriptor).__name__}, not an array or scalar (rule 3)')
+        if descriptor.transient and name not in used:
+            raise CanonicalFormError(f'temporary "{name}" of graph "{sdfg.name}" is never used (rule 3)')
+        if descriptor.transient and name not in written:
+            raise CanonicalFormError(f'temporary "{name}" of graph "{sdfg.name}" is read but never written (rule 3)')
+    sdfg.validate()
+
+
+def _validate_access(sdfg: SDFG, state: SDFGState, node: nodes.AccessNode, written: set[str]) -> None:
+    writers = state.in_edges(node)
+    if not writers:
+        return
+    if len(writers) > 1 or node.data in written:
+        raise CanonicalFormError(f'container "{node.data}" of graph "{sdfg.name}" is written more than once (rule 3)')
+    written.add(node.data)
+    for edge in writers:
+        if not isinstance(edge.src, Operator) or edge.data.wcr is not None:
+            raise CanonicalFormError(f'container "{node.data}" is not written by an operator alone (rule 3)')
+
+
+def _validate_operator(sdfg: SDFG, state: SDFGState, node: Operator, dims: dict[str, str]) -> None:
+    node.sizes(sdfg, state)
+    own = node.operand_dims()
+    connected = {connector for connector, _, _ in operand_edges(state, node)}
+    for connector in (*node.inputs, *node.outputs):
+        if connector not in connected:
+            raise CanonicalFormError(f'operand "{connector}" of operator "{node.name}" is not connected (rule 1)')
+    for connector, name, _ in operand_edges(state, node):
+        if connector not in own:
+            raise CanonicalFormError(f'operator "{node.name}" has no operand "{connector}" (rule 1)')
+        letters = canonical_dims(own[connector])
+        if len(sdfg.arrays[name].shape) == len(letters) and dims.setdefault(name, letters) != letters:
+            raise CanonicalFormError(
+                f'container "{name}" has dimensions "{dims[name]}" for one operator and "{letters}" for "{node.name}" (rule 2)'
+            )
