@@ -180,27 +180,25 @@ STEPDOWN_FUNCTION double exp(double x) {
 
 namespace detail {
 
-// erf(x) = x + x center(x^2) below 1, and 1 - exp(tail(|x| - 1)) with the sign of x above.
+// With m = |x|: erf(m) = m + m center(m^2) below 1, and 1 - exp(tail(m - 1)) above.
 template <typename T, int CenterCount, int TailCount>
 STEPDOWN_FUNCTION T full_erf(T x, const T (&center)[CenterCount], const T (&tail)[TailCount]) {
-    using F = Format<T>;
     const T magnitude = std::fabs(x);
-    const T near = x + x * polynomial(x * x, center);
-    const T bounded = F::erf_one < magnitude ? F::erf_one : magnitude;
-    const T far = std::copysign(T(1) - bounded_exp(polynomial(bounded - T(1), tail)), x);
-    return magnitude < T(1) ? near : far;
+    const T near = magnitude + magnitude * polynomial(magnitude * magnitude, center);
+    const T bounded = Format<T>::erf_one < magnitude ? Format<T>::erf_one : magnitude;
+    const T far = T(1) - bounded_exp(polynomial(bounded - T(1), tail));
+    return std::copysign(magnitude < T(1) ? near : far, x);
 }
 
-// tanh(x) = x + x^3 center(x^2) below 1, and 1 - 2 / (exp(2 |x|) + 1) with the sign of x above.
+// With m = |x|: tanh(m) = m + m^3 center(m^2) below 1, and 1 - 2 / (exp(2 m) + 1) above.
 template <typename T, int CenterCount>
 STEPDOWN_FUNCTION T full_tanh(T x, const T (&center)[CenterCount]) {
-    using F = Format<T>;
     const T magnitude = std::fabs(x);
-    const T square = x * x;
-    const T near = x + (x * square) * polynomial(square, center);
-    const T bounded = F::tanh_one < magnitude ? F::tanh_one : magnitude;
-    const T far = std::copysign(T(1) - T(2) / (bounded_exp(T(2) * bounded) + T(1)), x);
-    return magnitude < T(1) ? near : far;
+    const T square = magnitude * magnitude;
+    const T near = magnitude + (magnitude * square) * polynomial(square, center);
+    const T bounded = Format<T>::tanh_one < magnitude ? Format<T>::tanh_one : magnitude;
+    const T far = T(1) - T(2) / (bounded_exp(T(2) * bounded) + T(1));
+    return std::copysign(magnitude < T(1) ? near : far, x);
 }
 
 }  // namespace detail
