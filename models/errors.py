@@ -26,4 +26,7 @@ class BuildError(StepdownError, RuntimeError):
 
 
 class CacheError(StepdownError, OSError):
-    """The build cache cannot be used, such as a folder that cannot be written."""
+    """The build cache cannot be used, such as a folder that cannot be written; made from ``errno`` and a sentence."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()

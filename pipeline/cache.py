@@ -218,7 +218,7 @@ class BuildCache:
             if check is not None:
                 check(final)
         except (StepdownError, OSError, ValueError, KeyError) as error:
-            _log.warning("%s is built again: %s", final, error)
+            _log.warning("%s cannot be used and is built again: %s", final, error)
             return False
         with contextlib.suppress(OSError):  # a cache that cannot be written is still good to read
             os.utime(final / FILES)

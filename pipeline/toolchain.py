@@ -237,30 +237,30 @@ def dace_configuration(
         removed on exit.
     :raises BuildError: without a usable compiler.
     """
-    flags = compile_flags(optimize, isa)
-    compiler = find_compiler()
     with contextlib.ExitStack() as stack:
         if build_folder is None:
             build_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepdown-build-")))
         stack.enter_context(_LOCK)
         stack.enter_context(preserved_dace_configuration())
-        stack.enter_context(_environment(_build_environment()))
-        _load_defaults()
-        for path, value in _settings(flags, compiler, build_folder).items():
-            Config.set(*path.split("."), value=value)
+        stack.enter_context(_environment(build_environment()))
+        configure_dace(optimize, isa=isa, build_folder=build_folder)
         yield
 
 
-def _settings(flags: tuple[str, ...], compiler: Compiler, build_folder: Path) -> dict[str, Any]:
-    return {
+def configure_dace(optimize: Optimize, *, isa: Isa | None = None, build_folder: Path) -> None:
+    """Sets DaCe's configuration of this thread for good; :func:`dace_configuration` does it for a while.
+
+    :raises BuildError: without a usable compiler.
+    """
+    settings = {
         "cache": "unique",
         "compiler.use_cache": False,
         "compiler.build_folder_mode": "development",
         "compiler.build_jobs": min(4, os.cpu_count() or 1),
         "compiler.build_type": BUILD_TYPE,
         "compiler.cpp_standard": CPP_STANDARD,
-        "compiler.cpu.args": shlex.join(flags),
-        "compiler.cpu.executable": str(compiler.path),
+        "compiler.cpu.args": shlex.join(compile_flags(optimize, isa)),
+        "compiler.cpu.executable": str(find_compiler().path),
         # Line information is the absolute path of a source file: it would make equal programs differ.
         "compiler.lineinfo": "none",
         "default_build_folder": str(build_folder),
@@ -268,6 +268,9 @@ def _settings(flags: tuple[str, ...], compiler: Compiler, build_folder: Path) ->
         "progress": False,
         "store_history": False,
     }
+    _load_defaults()
+    for path, value in settings.items():
+        Config.set(*path.split("."), value=value)
 
 
 def _load_defaults() -> None:
@@ -286,10 +289,12 @@ def _load_defaults() -> None:
     Config.set("debugprint", value=debugprint)
 
 
-def _build_environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """Variables for DaCe's builds: pip's CMake and Ninja first on ``PATH``, and a folder for its helper files.
 
-    DaCe keeps precompiled headers (about 100 MB each) in ``/dev/shm`` unless told otherwise, which is small in containers.
+    Unless told otherwise, DaCe keeps precompiled headers (80 MB each) in ``/dev/shm``, which is small in containers.
+
+    :raises BuildError: when CMake or Ninja is missing.
     """
     folders = dict.fromkeys(str(tool.parent) for tool in (cmake_executable(), ninja_executable()))
     return {

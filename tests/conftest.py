@@ -2,6 +2,7 @@
 
 import copy
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import dace
 import pytest
 import torch
 from dace.config import Config
+
+from stepdown.pipeline.toolchain import build_environment, configure_dace, preserved_dace_configuration
 
 torch.set_num_threads(2)
 
@@ -40,27 +43,27 @@ def session_cache(session_folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def strict_dace_session(session_folder: Path) -> Iterator[None]:
-    """DaCe without name-matched builds, with exceptions in matches raised, and with its folders in a temporary place.
+    """DaCe as the project configures it, with the light flags: no name-matched builds, exceptions in matches raised.
 
-    Session scope, so that fixtures which compile something once see it as well.
+    Session scope, so that fixtures which compile something once see it as well. DaCe's precompiled headers stay from
+    run to run: they take ten seconds each, and their names are made from all that goes into them.
     """
-    before = copy.deepcopy(Config._data._config)
-    Config.set("cache", value="unique")
-    Config.set("compiler", "use_cache", value=False)
-    Config.set("optimizer", "match_exception", value=True)
-    Config.set("default_build_folder", value=str(session_folder / f"dacecache-{os.getpid()}"))
-    Config.set("progress", value=False)
-    yield
-    Config._data._config = before
+    headers = Path(tempfile.gettempdir()) / f"stepdown-tests-{os.getuid()}"
+    with pytest.MonkeyPatch.context() as patch, preserved_dace_configuration():
+        patch.setenv("DACE_BUILD_CACHE_DIR", os.environ.get("DACE_BUILD_CACHE_DIR", str(headers)))
+        for name, value in build_environment().items():
+            patch.setenv(name, value)
+        configure_dace("light", build_folder=session_folder / f"dace-{os.getpid()}")
+        yield
 
 
 @pytest.fixture(autouse=True)
 def strict_dace(strict_dace_session: None) -> Iterator[None]:
-    """Puts DaCe's configuration back after each test, and fails a test that leaves DaCe's cache policy changed."""
+    """Fails a test that leaves DaCe's configuration changed, and puts it back for the next one."""
     before = copy.deepcopy(Config._data._config)
     yield
     after, Config._data._config = Config._data._config, before
-    assert after == before, "the test, or what it called, left DaCe's configuration changed."
+    assert after == before, "the test, or what it called, left DaCe's configuration changed"
 
 
 @pytest.fixture(autouse=True)
