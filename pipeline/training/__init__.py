@@ -46,7 +46,7 @@ def train(
     :raises TrainingError: when the loss is no longer finite.
     """
     try:
-        from stepdown.pipeline.training.loop import run
+        from stepdown.pipeline.training.loop import run  # noqa: PLC0415 (optional dependencies)
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] not in _EXTRA:
             raise

@@ -75,7 +75,7 @@ class CheckpointFolder:
         """
         found = self.all()
         if not found:
-            raise CheckpointError(f'There is no checkpoint in "{self.path}"; accepted is the folder of a run that wrote one.')
+            raise CheckpointError(f'There is no checkpoint in "{self.path}"; accepted is the folder of an earlier run.')
         return found[-1]
 
     def write(
@@ -118,7 +118,9 @@ class CheckpointFolder:
             os.rename(partial, final)
             _synchronise(self.path)
             for old in self.all()[: -self.keep]:
-                shutil.rmtree(old.path)
+                doomed = self.path / f".{old.path.name}.old"
+                os.rename(old.path, doomed)
+                shutil.rmtree(doomed)
         except (OSError, safetensors.SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             reason = getattr(error, "strerror", None) or error
@@ -137,7 +139,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
     :raises CheckpointError: when it is missing or damaged.
     """
-    return Tokenizer.from_str(_read(checkpoint, "tokenizer.json"))
+    text = _read(checkpoint, "tokenizer.json")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 (tokenizers raises nothing narrower)
+        raise _damaged(checkpoint, "tokenizer.json", error) from None
 
 
 def check_identity(checkpoint: Checkpoint, identity: RunIdentity) -> None:
@@ -201,8 +207,10 @@ def _configuration(model: nn.Module) -> str:
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # Copies: safetensors refuses parameters that are views of one buffer.
-    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    safetensors.torch.save_file(copies, path, metadata={"format": "pt"})
+    copies = (
+        (name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)) for name, tensor in tensors.items()
+    )
+    safetensors.torch.save_file(dict(copies), path, metadata={"format": "pt"})
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,11 +1,12 @@
 """Text to masked batches: WordPiece, blocks, dynamic masking.
 
-Everything a step sees is a function of the text, the seed and the step's number, so that a resumed run needs no state.
+Everything a step sees is a function of text, seed and step number, so that a resumed run needs no state of its own.
 
 Dimension legend: `B` batch, `S` position, `N` blocks of the text.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import BertProcessing
 from tokenizers.trainers import WordPieceTrainer
 from torch import Tensor
 
@@ -28,7 +30,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 IGNORED = -100
 """The label of a position that is not to be predicted: PyTorch's `ignore_index`."""
 
-_PAD, _UNKNOWN, _CLS, _SEP, _MASK = range(len(SPECIAL_TOKENS))
+_, _UNKNOWN, _CLS, _SEP, _MASK = range(len(SPECIAL_TOKENS))
 _ORDER, _MASKING = 0, 1  # streams of random numbers drawn from one seed
 
 
@@ -64,21 +66,45 @@ def read_text(path: Path) -> Text:
 def train_tokenizer(text: Text, vocabulary: int) -> Tokenizer:
     """A lower-casing WordPiece tokenizer of at most ``vocabulary`` tokens, learnt from ``text``.
 
-    Normalisation and splitting are BERT's (Devlin et al. 2018): words and punctuation apart, accents dropped.
+    Normalisation and splitting are BERT's (Devlin et al. 2018): words and punctuation apart, accents dropped. Equal
+    texts give equal tokenizers.
     """
-    tokenizer = Tokenizer(WordPiece(unk_token=SPECIAL_TOKENS[_UNKNOWN]))
-    tokenizer.normalizer = BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = BertPreTokenizer()
-    tokenizer.decoder = WordPieceDecoder()
+    normalizer, splitter = BertNormalizer(lowercase=True), BertPreTokenizer()
+    words = Counter(
+        word
+        for line in text.content.splitlines()
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(line))
+    )
+    letters = _most_frequent_letters(words, vocabulary // 4)
+    continuations = sorted({f"##{letter}" for word in words for letter in word[1:] if letter in letters})
+    # The trainer numbers continuation letters in the order of a randomly seeded hash map, and breaks ties between
+    # pieces by these numbers. Named beforehand they have fixed numbers.
     trainer = WordPieceTrainer(
         vocab_size=vocabulary,
         min_frequency=2,
-        limit_alphabet=min(1000, vocabulary // 4),
-        special_tokens=list(SPECIAL_TOKENS),
+        limit_alphabet=len(letters),
+        initial_alphabet=sorted(letters),
+        special_tokens=[*SPECIAL_TOKENS, *continuations],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(text.content.splitlines(), trainer)
+    learner = Tokenizer(WordPiece(unk_token=SPECIAL_TOKENS[_UNKNOWN]))
+    learner.normalizer, learner.pre_tokenizer = normalizer, splitter
+    learner.train_from_iterator(text.content.splitlines(), trainer)
+
+    tokenizer = Tokenizer(WordPiece(learner.get_vocab(), unk_token=SPECIAL_TOKENS[_UNKNOWN]))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = WordPieceDecoder()
+    tokenizer.post_processor = BertProcessing((SPECIAL_TOKENS[_SEP], _SEP), (SPECIAL_TOKENS[_CLS], _CLS))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
+
+
+def _most_frequent_letters(words: Counter[str], limit: int) -> frozenset[str]:
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for letter in word:
+            counts[letter] += count
+    return frozenset(sorted(counts, key=lambda letter: (-counts[letter], letter))[:limit])
 
 
 def text_blocks(tokenizer: Tokenizer, text: Text, batch: int, seq: int) -> Tensor:
@@ -151,11 +177,11 @@ class MaskedBatches:
         """Numbers of the blocks at places ``first`` to ``end`` of the endless sequence of shuffled passes."""
         count = len(self.blocks)
         places = np.arange(first, end)
-        passes = places // count
-        self._orders = {
-            number: self._orders[number] if number in self._orders else self._order(number) for number in range(passes[0], passes[-1] + 1)
-        }
-        return np.array([self._orders[number][place % count] for number, place in zip(passes, places, strict=True)])
+        return np.array([self._order(place // count)[place % count] for place in places])
 
     def _order(self, number: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, _ORDER, number]).permutation(len(self.blocks))
+        """The order of pass ``number``; the latest two are remembered, because a batch may span a pass's end."""
+        if number not in self._orders:
+            self._orders = {kept: order for kept, order in self._orders.items() if kept == number - 1}
+            self._orders[number] = np.random.default_rng([self.seed, _ORDER, number]).permutation(len(self.blocks))
+        return self._orders[number]

@@ -4,9 +4,9 @@
 ``RobertaEncoder``. Its layers take the key-padding mask [B, S] itself, and are the encoder's direct children, so that
 parameters keep their names and checkpoints load both ways.
 
-Hugging Face spreads a padding mask over [B, 1, S, T] before its encoder sees it, and for that looks at the mask's values
-on the host. Replaced models therefore ask for the attention implementation "stepdown", whose registered mask function
-hands the [B, S] mask on as it is. Masks that a caller has spread himself are brought back where that is exact.
+Hugging Face spreads a padding mask over [B, 1, S, T] before its encoder sees it, and for that looks at the mask's
+values on the host. Replaced models therefore ask for the attention implementation "stepdown", whose registered mask
+function hands the [B, S] mask on as it is. Masks that a caller has spread himself are brought back where that is exact.
 
 Dimension legend: `B` batch, `S` query position, `T` key position, `E` embedding.
 """
@@ -111,7 +111,10 @@ def key_mask(mask: Tensor | None, batch: int, seq: int) -> Tensor | None:
                 f"device; accepted there is {_MASKS}."
             )
         if mask.is_floating_point() and not bool(((mask == 0) | (mask <= _LEAST_MASKING)).all()):
-            raise InputError(f"The additive attention mask has values between {_LEAST_MASKING:g} and 0; accepted is {_MASKS}.")
+            raise InputError(
+                f"The additive attention mask has other values than 0 and masking ones (at most {_LEAST_MASKING:g}); "
+                f"accepted is {_MASKS}."
+            )
         if not bool((attended == row[:, None, None, :]).all()):
             raise InputError(f"The attention mask differs between queries or heads; accepted is {_MASKS}.")
     return row.expand(batch, seq)
@@ -206,7 +209,8 @@ def replace_encoder_layers(model: PreTrainedModel, make_layer: LayerFactory) -> 
     for name, encoder in found:
         definition = encoder_definition(encoder.config)
         layers = [_layer_like(old, make_layer(definition)) for old in encoder.layer]
-        substitute = StepdownEncoder(encoder.config, layers).train(encoder.training)
+        substitute = StepdownEncoder(encoder.config, layers)
+        substitute.training = encoder.training
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, substitute)
         encoder.config._attn_implementation = ATTENTION_IMPLEMENTATION
@@ -219,7 +223,7 @@ def _layer_like(old: nn.Module, new: nn.Module) -> nn.Module:
     ours, theirs = dict(new.named_parameters()), dict(old.named_parameters())
     if ours.keys() != theirs.keys():
         differing = ", ".join(f'"{name}"' for name in sorted(ours.keys() ^ theirs.keys()))
-        raise DefinitionError(f"The model's layer differs in the parameters {differing}; accepted are BERT's own layers.")
+        raise DefinitionError(f"The model's layer differs in {differing}; accepted are layers with BERT's parameters.")
     for name, parameter in theirs.items():
         if (parameter.shape, parameter.dtype) != (ours[name].shape, ours[name].dtype):
             raise DefinitionError(

@@ -9,7 +9,7 @@ from stepdown.pipeline.training.options import TrainingOptions
 
 
 def make_optimizer(model: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
-    """AdamW (betas 0.9 and 0.999) with decay on matrices only: not on biases and LayerNorm (Devlin et al. 2018, A.2)."""
+    """AdamW (betas 0.9, 0.999) with decay on matrices only, not on biases and LayerNorm (Devlin et al. 2018, A.2)."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [(name, p) for name, p in named if _decays(name)], "weight_decay": options.weight_decay},

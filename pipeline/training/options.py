@@ -74,7 +74,8 @@ class TrainingOptions:
         object.__setattr__(self, "text", Path(self.text))
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "dtype", resolve_dtype(self.dtype).name)
-        preset = self.preset
+        preset = find_preset(self.model)
+        object.__setattr__(self, "model", preset.name)
         if self.backend not in BACKENDS:
             raise OptionError(f'backend "{self.backend}" is unknown; accepted are {_quoted(BACKENDS)}.')
         if self.dtype not in TRAINING_DTYPES:
