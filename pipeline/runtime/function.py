@@ -1,0 +1,66 @@
+"""A compiled layer as a differentiable function of PyTorch's autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stepdown.pipeline.runtime.binding import Binding, ForwardPlan
+
+FIXED = 6
+"""How many arguments of the function come before those that have gradients."""
+
+
+class LayerFunction(torch.autograd.Function):
+    """`apply(binding, plan, probabilities, grad_enabled, mask, rng, x, *parameters)` -> the output `[B, S, E]`.
+
+    Tensors are contiguous and of the right type. What the backward library reads is saved the way autograd knows:
+    changes in place are noticed, hooks on saved tensors see everything, and it is freed with the graph. Without a
+    gradient to compute nothing is saved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        binding: Binding,
+        plan: ForwardPlan,
+        probabilities: tuple[float, ...],
+        grad_enabled: bool,
+        mask: Tensor,
+        rng: Tensor,
+        *inputs: Tensor,
+    ) -> Tensor:
+        x, *parameters = inputs
+        output, kept = binding.forward(plan, x, mask, rng, probabilities, parameters)
+        if grad_enabled and any(ctx.needs_input_grad):
+            ctx.binding = binding
+            ctx.probabilities = probabilities
+            ctx.save_for_backward(
+                kept,
+                x if binding.saves_input else None,
+                output if binding.saves_output else None,
+                mask if binding.saves_mask else None,
+                rng if binding.saves_rng else None,
+                *[parameters[index] for index in binding.saved_parameters],
+            )
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        kept, x, output, mask, rng, *parameters = ctx.saved_tensors
+        if gradient.is_neg():
+            gradient = gradient.resolve_neg()
+        gradients = ctx.binding.backward(
+            gradient.contiguous(),
+            kept,
+            x,
+            output,
+            mask,
+            rng,
+            ctx.probabilities,
+            parameters,
+            ctx.needs_input_grad[FIXED:],
+        )
+        return (*(None,) * FIXED, *gradients)
