@@ -1,1 +1,8 @@
 """Lowering to OpenMP loops and BLAS calls."""
+
+from stepdown.transformations.lowering.cpu import lower_contraction
+
+
+def register() -> None:
+    """Attach every expansion of this target, as implementation ``"cpu"``, to its operator; again does nothing."""
+    lower_contraction.register()
