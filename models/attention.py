@@ -26,8 +26,8 @@ Extent = int | dace.symbol
 def symbolic_extents(batch: int | None, seq: int | None) -> tuple[Extent, Extent]:
     """Batch and sequence length as they stand in shapes: the number where it is fixed, symbol B or S where it is not."""
     return (
-        dace.symbol("B", dace.int32, positive=True) if batch is None else batch,
-        dace.symbol("S", dace.int32, positive=True) if seq is None else seq,
+        dace.symbol("B", dace.int64, positive=True) if batch is None else batch,
+        dace.symbol("S", dace.int64, positive=True) if seq is None else seq,
     )
 
 

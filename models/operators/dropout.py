@@ -48,7 +48,7 @@ class Dropout(Operator):
         return (
             Statement("threshold", "", "dropout_threshold(p)", kind="word"),
             Statement("kept_scale", "", "dropout_scale(p)"),
-            Statement("word", self.dims, "", kind="word", random=self.site),
+            Statement("word", self.dims, "", kind="word", random=self.site, guard="threshold"),
             Statement("y", self.dims, "x * (kept_scale if word >= threshold else 0.0)"),
         )
 

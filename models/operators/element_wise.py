@@ -72,11 +72,15 @@ class SumRows(Operator):
         return {"x": self.dims, "y": self.sum_dims}
 
     def statements(self) -> tuple[Statement, ...]:
+        if self.sum_dims == self.dims:
+            return (Statement("y", self.dims, "x"),)
         return (Statement("total", self.sum_dims, "x", "sum"), Statement("y", self.sum_dims, "total"))
 
     def reference(self, operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         gone = [axis for axis, letter in enumerate(self.dims) if letter not in self.sum_dims]
-        return {"y": operands["x"].sum(gone) if gone else operands["x"].clone()}
+        left = "".join(letter for letter in self.dims if letter in self.sum_dims)
+        total = operands["x"].sum(gone) if gone else operands["x"].clone()
+        return {"y": total.permute([left.index(letter) for letter in self.sum_dims])}
 
     def differentiate(self, rule: GradientRule) -> None:
         raise CanonicalFormError(f'operator "{self.name}" belongs to a backward graph and has no gradient rule')

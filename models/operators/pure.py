@@ -84,7 +84,7 @@ class ExpandStatementsPure(ExpandTransformation):
             last = _follow(sdfg, last, statement.target)
             over = node.dims if statement.reduction is not None or statement.random is not None else statement.dims
             wcr = {None: None, "sum": "lambda x, y: x + y", "max": "lambda x, y: max(x, y)"}[statement.reduction]
-            names = {name: dims[name] for name in statement.names()}
+            names = {name: dims[name] for name in statement.names() if name != statement.guard}
             code = statement_code(statement, over, sizes, scalar)
             _map(sdfg, last, statement.target, over, sizes, names, code, dims, wcr)
         return sdfg

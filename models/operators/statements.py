@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepdown.models.errors import CanonicalFormError
@@ -41,6 +41,7 @@ class Statement:
     :param reduction: combines the formula over the operator's dimensions that ``dims`` lacks.
     :param kind: ``compute``: the accumulation type; ``word``: an unsigned 32-bit integer.
     :param random: number of the dropout site whose Philox word of the element is the value (needs operand ``rng``).
+    :param guard: a random word need not be made where this earlier constant is zero (nobody will look at it).
     """
 
     target: str
@@ -49,11 +50,12 @@ class Statement:
     reduction: Reduction | None = None
     kind: ScalarKind = "compute"
     random: int | None = None
+    guard: str | None = None
 
     def names(self) -> list[str]:
         """Operands and temporaries that the formula reads, in order of appearance."""
         if self.random is not None:
-            return ["rng"]
+            return ["rng"] + ([self.guard] if self.guard is not None else [])
         found: list[str] = []
         for node in ast.walk(ast.parse(self.expression, mode="eval")):
             if isinstance(node, ast.Name) and node.id not in found:
@@ -69,13 +71,11 @@ class Statement:
             for node in ast.walk(tree):
                 if isinstance(node, ast.Name):
                     node.id = names.get(node.id, node.id)
-        return Statement(
-            names.get(self.target, self.target),
-            self.dims,
-            ast.unparse(tree) if tree is not None else "",
-            self.reduction,
-            self.kind,
-            self.random,
+        return replace(
+            self,
+            target=names.get(self.target, self.target),
+            expression=ast.unparse(tree) if tree is not None else "",
+            guard=names.get(self.guard, self.guard) if self.guard is not None else None,
         )
 
     def flop(self) -> int:

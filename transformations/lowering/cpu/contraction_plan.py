@@ -160,7 +160,7 @@ def plan_contraction(
     letters = [letter for letter in dict.fromkeys("".join(terms)) if extents[letter] != 1]
     kinds = _Kinds(*("".join(x for x in letters if _where(x, dims) == kind) for kind in ("abd", "ad", "bd", "ab")))
     best: ContractionPlan | None = None
-    least = _MULTIPLY * nominal(sympy.prod(extents[letter] for letter in letters))
+    least = _MULTIPLY * nominal(sympy.sympify(sympy.prod(extents[letter] for letter in letters)))
     for choice in itertools.product(*(_layouts(name in copied) for name in "abd")):
         layouts = dict(zip("abd", choice, strict=True))
         packed = _pack(kinds, extents, lying, layouts)

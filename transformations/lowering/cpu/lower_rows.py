@@ -161,7 +161,7 @@ class RowLowering:
         for statement in (*row_pass.elements, *row_pass.row_reductions, *row_pass.column_reductions):
             if statement.random is not None:
                 inputs[f"in_{statement.target}"] = self._words_memlet(statement.target)
-                code.append(f"const {self._type(statement.target).ctype} {statement.target} = in_{statement.target};")
+                code.append(f"const {self._type(statement.target).ctype} v_{statement.target} = in_{statement.target};")
                 continue
             for name in statement.names():
                 if name not in local and f"in_{name}" not in inputs:
@@ -175,14 +175,14 @@ class RowLowering:
                 memlet.wcr_nonatomic = True
                 outputs[f"out_{statement.target}"] = memlet
                 continue
-            code.append(f"const {self._type(statement.target).ctype} {statement.target} = {text};")
+            code.append(f"const {self._type(statement.target).ctype} v_{statement.target} = {text};")
             if statement.target in self.outputs:
                 outputs[f"out_{statement.target}"] = self._element_memlet(statement.target)
                 ctype = sdfg.arrays[statement.target].dtype.ctype
-                code.append(f"out_{statement.target} = static_cast<{ctype}>({statement.target});")
+                code.append(f"out_{statement.target} = static_cast<{ctype}>(v_{statement.target});")
             if statement.target in self._buffers():
                 outputs[f"keep_{statement.target}"] = self._block_memlet(f"buffer_{statement.target}")
-                code.append(f"keep_{statement.target} = {statement.target};")
+                code.append(f"keep_{statement.target} = v_{statement.target};")
         self._element_map(sdfg, state, f"pass_{number}", inputs, "\n".join(code), outputs)
 
     def _element_map(
@@ -204,14 +204,14 @@ class RowLowering:
                 if name not in local:
                     inputs.setdefault(f"in_{name}", self._element_memlet(name))
             text = self._text(statement, lambda name: self._widened(sdfg, name, local))
-            code.append(f"const {self._type(statement.target).ctype} {statement.target} = {text};")
+            code.append(f"const {self._type(statement.target).ctype} v_{statement.target} = {text};")
             local.add(statement.target)
             outputs[f"value_{statement.target}"] = dace.Memlet(f"{self._scalar_name(statement.target)}[0]")
-            code.append(f"value_{statement.target} = {statement.target};")
+            code.append(f"value_{statement.target} = v_{statement.target};")
             if statement.target in self.outputs:
                 outputs[f"out_{statement.target}"] = self._memory_memlet(statement.target)
                 ctype = sdfg.arrays[statement.target].dtype.ctype
-                code.append(f"out_{statement.target} = static_cast<{ctype}>({statement.target});")
+                code.append(f"out_{statement.target} = static_cast<{ctype}>(v_{statement.target});")
         tasklet = cpp_tasklet(state, "_".join(s.target for s in statements[:3]), inputs, outputs, "\n".join(code))
         for connector, memlet in inputs.items():
             state.add_edge(read_of(state, memlet.data), None, tasklet, connector, memlet)
@@ -272,12 +272,12 @@ class RowLowering:
                 elif name not in local:
                     inputs.setdefault(f"in_{name}", self._memory_memlet(name))
             text = self._text(statement, lambda name: self._widened(self.sdfg, name, local))
-            lines.append(f"const {self.scalar.ctype} {statement.target} = {text};")
+            lines.append(f"const {self.scalar.ctype} v_{statement.target} = {text};")
             local.add(statement.target)
             if statement.target in self.outputs:
                 outputs[f"out_{statement.target}"] = self._memory_memlet(statement.target)
                 ctype = self.sdfg.arrays[statement.target].dtype.ctype
-                lines.append(f"out_{statement.target} = static_cast<{ctype}>({statement.target});")
+                lines.append(f"out_{statement.target} = static_cast<{ctype}>(v_{statement.target});")
         add_map(store, "store", ranges, inputs, "\n".join(lines), outputs, dace.ScheduleType.Sequential)
         entry, exit_ = state.add_map("columns", {"i_chunk": chunk_range}, dace.ScheduleType.CPU_Multicore)
         nest(state, body, entry, exit_, {})
@@ -366,7 +366,7 @@ class RowLowering:
     def _widened(self, sdfg: SDFG, name: str, local: set[str]) -> str:
         """C++ of an operand in the type of the arithmetic."""
         if name in local:
-            return name
+            return f"v_{name}"
         in_memory = name in self.sdfg.arrays and not self._computed_scalar(name)
         narrow = in_memory and self.sdfg.arrays[name].dtype in NARROW
         return f"static_cast<float>(in_{name})" if narrow else f"in_{name}"
@@ -386,7 +386,7 @@ class RowLowering:
 
 def cpp_tasklet(state: SDFGState, label: str, inputs: Iterable[str], outputs: Iterable[str], code: str) -> dace.nodes.Tasklet:
     """A tasklet in C++."""
-    return state.add_tasklet(label, set(inputs), set(outputs), code, language=dace.Language.CPP)
+    return state.add_tasklet(label, dict.fromkeys(inputs), dict.fromkeys(outputs), code, language=dace.Language.CPP)
 
 
 def read_of(state: SDFGState, name: str) -> dace.nodes.AccessNode:
@@ -437,8 +437,11 @@ def nest(
 ) -> NestedSDFG:
     """Put ``body`` into a map; it sees the parent's containers of the same names, and ``symbols`` under new values."""
     reads, writes = used_containers(body)
-    mapping = {name: symbols.get(name, pystr_to_symbolic(name)) for name in body.symbols}
-    nested = state.add_nested_sdfg(body, reads, writes, symbol_mapping=mapping)
+    used = {str(symbol) for symbol in body.free_symbols}
+    for name in [name for name in body.symbols if name not in used]:
+        body.remove_symbol(name)
+    mapping = {name: symbols.get(name, pystr_to_symbolic(name)) for name in sorted(used)}
+    nested = state.add_nested_sdfg(body, dict.fromkeys(sorted(reads)), dict.fromkeys(sorted(writes)), symbol_mapping=mapping)
     parent = state.sdfg
     for name in sorted(reads):
         memlet = dace.Memlet.from_array(name, parent.arrays[name])
