@@ -15,7 +15,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #if defined(__FAST_MATH__)
 #error "stepdown/math.h was compiled with -ffast-math, and is right only without it"
@@ -238,8 +237,7 @@ STEPDOWN_FUNCTION double tanh(double x) {
 STEPDOWN_FUNCTION float sqrt(float x) { return ::sqrtf(x); }
 STEPDOWN_FUNCTION double sqrt(double x) { return ::sqrt(x); }
 
-// The larger of two values; `a` where they are equal or either is NaN: keep a running maximum in `b` or a NaN
-// in `a` to see it in the result.
+// The larger of two values, and `a` where they are equal or either is NaN: a NaN in `a` stays, one in `b` is dropped.
 template <typename T>
 STEPDOWN_FUNCTION T maximum(T a, T b) {
     return a < b ? b : a;
