@@ -106,7 +106,7 @@ STEPDOWN_FUNCTION void philox_block(std::int64_t seed, std::int64_t offset, std:
 namespace detail {
 
 // Consecutive blocks side by side, one to each 64-bit lane: a lane's low half is a word of the state, the high half is
-// left over from products and read by nothing. One multiplication gives both halves of a product, which g++ does not find.
+// left over from products and read by nothing. One multiplication gives both halves of a product; g++ does not find it.
 #if defined(__AVX2__)
 struct Lanes {
     using Vector = __m256i;
