@@ -72,12 +72,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def generated_name(request: pytest.FixtureRequest) -> str:
-    """A name for an SDFG built by a test: unique to the test, valid as an identifier."""
-    return "".join(c if c.isalnum() else "_" for c in request.node.nodeid)[-80:].lstrip("_0123456789")
-
-
 def pytest_report_header() -> str:
     """The versions that matter, at the top of every report."""
     return f"dace {dace.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads"
