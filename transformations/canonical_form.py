@@ -66,7 +66,7 @@ def container_dims(sdfg: SDFG) -> dict[str, str]:
     for node in operators(sdfg):
         dims = node.operand_dims()
         for connector, name, _ in operand_edges(state, node):
-            whole = len(sdfg.arrays[name].shape) == len(dims[connector]) or isinstance(sdfg.arrays[name], data.Scalar)
+            whole = len(sdfg.arrays[name].shape) == max(len(dims[connector]), 1)  # DaCe has no shape ()
             if whole and (name not in found or "T" in found[name] and "T" not in dims[connector]):
                 found[name] = dims[connector]
     return found

@@ -26,7 +26,8 @@ class GradientRule:
     def __init__(self, node: Operator, context: BackwardContext, given: list[str], required: list[str]) -> None:
         self.node = node
         self.context = context
-        self.required = tuple(name for name in node.inputs if name in required)
+        optional = sorted(set(node.in_connectors) - set(node.inputs))
+        self.required = tuple(name for name in (*node.inputs, *optional) if name in required)
         self.sdfg = SDFG(f"{node.name}_gradient")
         self.state = self.sdfg.add_state("gradient")
         self.result = BackwardResult.empty()

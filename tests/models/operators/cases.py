@@ -267,4 +267,3 @@ def single_operator(
         else:
             state.add_edge(node, connector, state.add_write(container), None, make_memlet(sdfg, container))
     return sdfg
-
