@@ -1,5 +1,6 @@
 """A compiled layer as a differentiable function of PyTorch's autograd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,16 +9,16 @@ from torch.autograd.function import once_differentiable
 
 from stepdown.pipeline.runtime.binding import Binding, ForwardPlan
 
-FIXED = 6
+FIXED = 5
 """How many arguments of the function come before those that have gradients."""
 
 
 class LayerFunction(torch.autograd.Function):
-    """`apply(binding, plan, probabilities, grad_enabled, mask, rng, x, *parameters)` -> the output `[B, S, E]`.
+    """`differentiable(binding, plan, probabilities, mask, rng, x, *parameters)` -> the output `[B, S, E]`.
 
     Tensors are contiguous and of the right type. What the backward library reads is saved the way autograd knows:
-    changes in place are noticed, hooks on saved tensors see everything, and it is freed with the graph. Without a
-    gradient to compute nothing is saved.
+    changes in place are noticed, hooks on saved tensors see everything, and it is freed with the graph. When no
+    input needs a gradient nothing is saved.
     """
 
     @staticmethod
@@ -26,14 +27,13 @@ class LayerFunction(torch.autograd.Function):
         binding: Binding,
         plan: ForwardPlan,
         probabilities: tuple[float, ...],
-        grad_enabled: bool,
         mask: Tensor,
         rng: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
         x, *parameters = inputs
         output, kept = binding.forward(plan, x, mask, rng, probabilities, parameters)
-        if grad_enabled and any(ctx.needs_input_grad):
+        if any(ctx.needs_input_grad):
             ctx.binding = binding
             ctx.probabilities = probabilities
             ctx.save_for_backward(
@@ -64,3 +64,8 @@ class LayerFunction(torch.autograd.Function):
             ctx.needs_input_grad[FIXED:],
         )
         return (*(None,) * FIXED, *gradients)
+
+
+# "LayerFunction.apply" without its first step, the search for tensors of torch.func in all arguments: the module refuses
+# to be called there.
+differentiable: Callable[..., Tensor] = super(torch.autograd.Function, LayerFunction).apply

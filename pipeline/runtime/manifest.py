@@ -93,8 +93,8 @@ def read_manifest(build: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
     except OSError as error:
         raise BuildError(
-            f'"{build}" was given as a build, but its "{MANIFEST}" cannot be read ({error.strerror}); accepted is a folder '
-            f'that "compile_layer" wrote.'
+            f'"{build}" was given as a build, but its "{MANIFEST}" cannot be read ({error.strerror}); accepted is a '
+            f'folder that "compile_layer" wrote.'
         ) from error
     except ValueError as error:
         raise BuildError(f'"{path}" is damaged ({error}); accepted is what "compile_layer" wrote.') from error

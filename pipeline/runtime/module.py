@@ -14,7 +14,7 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.errors import BuildError, InputError
 from stepdown.models.reference import INITIAL_DEVIATION
 from stepdown.pipeline.runtime.binding import Binding, load_build
-from stepdown.pipeline.runtime.function import LayerFunction
+from stepdown.pipeline.runtime.function import differentiable
 
 MASK_DTYPES = frozenset(
     getattr(torch, name) for name in ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -192,9 +192,9 @@ class StepdownLayer(nn.Module):
             probabilities = self.__dict__["_no_probabilities"]
             rng = _NO_RNG
             self.__dict__["_last_rng"] = None
-        return LayerFunction.apply(
-            binding, plan, probabilities, torch.is_grad_enabled(), mask, rng, x.contiguous(), *parameters
-        )
+        if torch.is_grad_enabled():
+            return differentiable(binding, plan, probabilities, mask, rng, x.contiguous(), *parameters)
+        return binding.forward(plan, x.contiguous(), mask, rng, probabilities, parameters)[0]
 
     def _gather(self, binding: Binding) -> list[Tensor]:
         """The parameters as the libraries read them: those that are not contiguous are copied, differentiably."""
@@ -214,31 +214,39 @@ class StepdownLayer(nn.Module):
                 type(parameter) not in _PLAIN
                 or parameter.dtype is not dtype
                 or not parameter.is_cpu
-                or parameter.layout is not torch.strided
                 or parameter.shape != shape
             ):
                 self._refuse(binding.parameters[len(parameters)], parameter, binding, shape)
-            if not parameter.is_contiguous() or parameter.is_neg():
+            if not parameter.is_contiguous():
                 parameter = parameter.resolve_neg().contiguous()
             parameters.append(parameter)
         return parameters
 
     def _mask(self, mask: Tensor, batch: int, seq: int) -> Tensor:
         """A mask as the libraries read it: boolean and contiguous."""
-        accepted = (
-            f"accepted is a boolean or integer tensor [{batch}, {seq}] on the CPU, with 1 where keys are attended to"
-        )
-        if type(mask) not in _PLAIN or mask.layout is not torch.strided:
-            raise InputError(f"attention_mask of type {_kind(mask)} was given; {accepted}.")
-        if mask.dtype not in MASK_DTYPES:
-            raise InputError(f"attention_mask of dtype {_name(mask.dtype)} was given; {accepted}.")
-        if not mask.is_cpu:
-            raise InputError(f'attention_mask on device "{mask.device}" was given; {accepted}.')
-        if mask.shape != (batch, seq):
-            raise InputError(f"attention_mask of shape {list(mask.shape)} was given; {accepted}.")
+        if (
+            type(mask) in _PLAIN
+            and mask.layout is torch.strided
+            and mask.dtype in MASK_DTYPES
+            and mask.is_cpu
+            and mask.shape == (batch, seq)
+            and self._binding.takes_mask
+        ):
+            return mask.contiguous() if mask.dtype is torch.bool else mask != 0
         if not self._binding.takes_mask:
             raise InputError("attention_mask was given; accepted is None, because the layer was built without masks.")
-        return mask.contiguous() if mask.dtype is torch.bool else mask != 0
+        if type(mask) not in _PLAIN or mask.layout is not torch.strided:
+            given = f"of type {_kind(mask)}"
+        elif mask.dtype not in MASK_DTYPES:
+            given = f"of dtype {_name(mask.dtype)}"
+        elif not mask.is_cpu:
+            given = f'on device "{mask.device}"'
+        else:
+            given = f"of shape {list(mask.shape)}"
+        raise InputError(
+            f"attention_mask {given} was given; accepted is a boolean or integer tensor [{batch}, {seq}] on the CPU, 1 "
+            f"where keys are attended to."
+        )
 
     @staticmethod
     def _refuse(name: str, value: object, binding: Binding, shape: torch.Size | None = None) -> NoReturn:
