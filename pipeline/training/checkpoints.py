@@ -22,7 +22,8 @@ import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from stepdown.pipeline.training.curves import LossCurve
 from stepdown.pipeline.training.errors import CheckpointError
@@ -81,7 +82,7 @@ class CheckpointFolder:
     def write(
         self,
         identity: RunIdentity,
-        model: nn.Module,
+        model: PreTrainedModel,
         optimizer: torch.optim.Optimizer,
         tokenizer: Tokenizer,
         curve: LossCurve,
@@ -170,7 +171,7 @@ def check_identity(checkpoint: Checkpoint, identity: RunIdentity) -> None:
         )
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> LossCurve:
+def restore(checkpoint: Checkpoint, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> LossCurve:
     """Puts model, optimizer and PyTorch's generator into the state of ``checkpoint``; returns the loss curve so far.
 
     :raises CheckpointError: when a file is missing, damaged, or of another model.
@@ -200,7 +201,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     return curve
 
 
-def _configuration(model: nn.Module) -> str:
+def _configuration(model: PreTrainedModel) -> str:
     configuration = json.loads(model.config.to_json_string(use_diff=False))
     return json.dumps(configuration | {"architectures": [type(model).__name__]}, indent=1)
 

@@ -176,8 +176,7 @@ class MaskedBatches:
     def _block_numbers(self, first: int, end: int) -> np.ndarray:
         """Numbers of the blocks at places ``first`` to ``end`` of the endless sequence of shuffled passes."""
         count = len(self.blocks)
-        places = np.arange(first, end)
-        return np.array([self._order(place // count)[place % count] for place in places])
+        return np.array([self._order(place // count)[place % count] for place in range(first, end)])
 
     def _order(self, number: int) -> np.ndarray:
         """The order of pass ``number``; the latest two are remembered, because a batch may span a pass's end."""

@@ -201,7 +201,9 @@ def replace_encoder_layers(model: PreTrainedModel, make_layer: LayerFactory) -> 
     :returns: how many layers were replaced.
     :raises DefinitionError: when ``model`` has no BERT encoder, or layers that ``make_layer`` cannot stand in for.
     """
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, ENCODERS)]
+    found: list[tuple[str, Any]] = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, ENCODERS)
+    ]
     if not found:
         accepted = ", ".join(f'"{encoder.__name__}"' for encoder in ENCODERS)
         raise DefinitionError(f'The model "{type(model).__name__}" has no encoder to replace; accepted are {accepted}.')

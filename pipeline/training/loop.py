@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
-from torch import nn
+from transformers import PreTrainedModel
 
 from stepdown.pipeline.training.checkpoints import (
     Checkpoint,
@@ -115,7 +115,11 @@ def run(
 
 
 def _train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: MaskedBatches, options: TrainingOptions, step: int
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: MaskedBatches,
+    options: TrainingOptions,
+    step: int,
 ) -> StepRecord:
     began = time.perf_counter()
     batch = batches.at(step)

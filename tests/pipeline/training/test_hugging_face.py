@@ -1,7 +1,7 @@
 """Encoder layers replaced inside Hugging Face models: masks, weights, outputs."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -53,21 +53,18 @@ def small_bert(**replaced: Any) -> BertModel:
     return BertModel(BertConfig(**(SMALL | replaced)), add_pooling_layer=False).eval()
 
 
-class Recorder(nn.Module):
-    """A layer that computes as the reference does and remembers the masks it was given."""
+class Recorder(ReferenceEncoderLayer):
+    """A layer that remembers the masks it was given."""
 
-    masks: list[Tensor | None]
+    def __init__(self, definition: EncoderLayer) -> None:
+        super().__init__(definition)
+        self.masks: list[Tensor | None] = []
 
-    def __new__(cls, definition: EncoderLayer) -> Any:
-        layer = ReferenceEncoderLayer(definition)
-        forward, layer.masks = layer.forward, []  # type: ignore[assignment]
-
-        def recording(x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-            layer.masks.append(attention_mask)  # type: ignore[operator, union-attr]
-            return forward(x, attention_mask)
-
-        layer.forward = recording  # type: ignore[method-assign]
-        return layer
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, keep: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
+        self.masks.append(attention_mask)
+        return super().forward(x, attention_mask, keep)
 
 
 @pytest.fixture
