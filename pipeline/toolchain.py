@@ -231,7 +231,8 @@ def dace_configuration(
     """DaCe as the project wants it, for everything from parsing a program to compiling its code.
 
     Starts from DaCe's defaults, so that neither a user's ``.dace.conf`` nor ``DACE_*`` variables (``DACE_debugprint``
-    excepted) change what is generated. One thread at a time may be inside; it may enter again.
+    excepted) change what is generated. One thread at a time may be inside; it may enter again. Code that also waits for
+    an entry of the build cache takes the two in one order everywhere, or two threads wait for each other.
 
     :param build_folder: where SDFGs without a folder of their own are compiled; ``None`` takes a temporary one that is
         removed on exit.
