@@ -8,6 +8,7 @@ Dimension legend: `B` batch, `S` query position, `T` key position, `H` head, `P`
 `U` feed-forward size.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ Array = NDArray[Any]
 
 _PI = Extended("3.14159265358979323846264338327950288")
 _ERF_IS_ONE = 6.6
+_ERF_NODES = 32
+_ERF_TERMS = 13
 _SLICES = 3
 
 
@@ -41,37 +44,59 @@ def require_extended_precision() -> None:
 
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` for long double `[..., M, K]` and `[..., K, N]`, to about 2^-60 of the largest summands."""
-    bits = (53 - max(1, int(a.shape[-1]).bit_length())) // 2
-    (left, left_exponent), (right, right_exponent) = _slices(a, -1, bits), _slices(b, -2, bits)
-    total = sum(
-        np.ldexp((left[i] @ right[j]).astype(Extended), -bits * (i + j + 2))
-        for i in range(_SLICES)
-        for j in range(_SLICES - i)
-    )
-    return np.ldexp(total, left_exponent + right_exponent)
+    # Products of one order are added in float64: up to three, which takes two more bits.
+    bits = (51 - int(a.shape[-1]).bit_length()) // 2
+    (left, left_scale), (right, right_scale) = _slices(a, -1, bits), _slices(b, -2, bits)
+    total: Array = np.zeros((), Extended)
+    for order in reversed(range(_SLICES)):
+        exact = sum(left[place] @ right[order - place] for place in range(order + 1))
+        total = total * Extended(2.0**-bits) + exact
+    return total * (left_scale * right_scale * Extended(2.0 ** (-2 * bits)))
 
 
 def _slices(values: Array, axis: int, bits: int) -> tuple[list[Array], Array]:
-    """Integers of at most ``bits`` bits as float64, the most significant first, and the exponent of each row."""
-    exponent = np.frexp(np.abs(values).max(axis, keepdims=True))[1]
-    rest, slices = np.ldexp(values, -exponent), []
-    for place in range(1, _SLICES + 1):
-        integers = np.rint(np.ldexp(rest, bits * place))
-        rest = rest - np.ldexp(integers, -bits * place)
+    """Integers of at most ``bits`` bits as float64, the most significant first, and the scale of each row."""
+    scale = np.ldexp(Extended(1), np.frexp(np.abs(values).max(axis, keepdims=True))[1])
+    rest, slices = values * (Extended(2.0**bits) / scale), []
+    for _ in range(_SLICES):
+        integers = np.rint(rest)
+        rest = (rest - integers) * Extended(2.0**bits)
         slices.append(integers.astype(np.float64))
-    return slices, exponent
+    return slices, scale
 
 
 def erf(x: Array) -> Array:
-    """The error function, by `2 / sqrt(pi) exp(-x^2) sum_n 2^n x^(2n+1) / (2n+1)!!`: no term cancels another."""
+    """The error function: a Taylor series around the nearest of its tabulated values.
+
+    `erf(c + h) = erf(c) + erf'(c) sum_n a_n h^(n+1) / (n+1)`, where `exp(-2 c h - h^2) = sum_n a_n h^n`.
+    """
     near = np.where(np.abs(x) < _ERF_IS_ONE, x, 0)
-    term = total = near
-    factor, step = 2 * near * near, 1
+    place = np.rint(near * _ERF_NODES).astype(np.int64)
+    centre = place / Extended(_ERF_NODES)
+    step = near - centre
+    before, now, power = np.zeros_like(near), np.ones_like(near), step
+    total = step
+    for order in range(1, _ERF_TERMS):
+        before, now = now, (centre * now + before) * (Extended(-2) / order)
+        power = power * step
+        total = total + now * power / (order + 1)
+    table = _erf_table()[place + round(_ERF_IS_ONE * _ERF_NODES) + 1]
+    value = table + 2 / np.sqrt(_PI) * np.exp(-centre * centre) * total
+    return np.where(np.abs(x) < _ERF_IS_ONE, value, np.sign(x))
+
+
+@functools.cache
+def _erf_table() -> Array:
+    """erf at the multiples of 1 / 32, by `2 / sqrt(pi) exp(-x^2) sum_n 2^n x^(2n+1) / (2n+1)!!`: nothing cancels."""
+    last = round(_ERF_IS_ONE * _ERF_NODES) + 1
+    x = np.arange(-last, last + 1) / Extended(_ERF_NODES)
+    term = total = x
+    factor, odd = 2 * x * x, 1
     while np.any(np.abs(term) > np.finfo(Extended).eps / 8 * np.abs(total)):
-        step += 2
-        term = term * (factor / step)
+        odd += 2
+        term = term * (factor / odd)
         total = total + term
-    return np.where(np.abs(x) < _ERF_IS_ONE, 2 / np.sqrt(_PI) * np.exp(-near * near) * total, np.sign(x))
+    return 2 / np.sqrt(_PI) * np.exp(-x * x) * total
 
 
 class ExtendedEncoderLayer:
@@ -88,9 +113,7 @@ class ExtendedEncoderLayer:
         self.parameters = {name: value.astype(Extended) for name, value in parameters.items()}
         self.gradients: dict[str, Array] = {}
 
-    def run(
-        self, x: Array, upstream: Array, allowed: Array | None, keep: Mapping[int, Array]
-    ) -> dict[str, Array]:
+    def run(self, x: Array, upstream: Array, allowed: Array | None, keep: Mapping[int, Array]) -> dict[str, Array]:
         """The output and the gradients of `sum(y * upstream)`, by name.
 
         :param x: `[B, S, E]`

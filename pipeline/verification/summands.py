@@ -5,13 +5,14 @@ The rounding error of such a gradient has no relation to its value. It has one t
 * Key bias. The gradient by the scores, `ds = w * (dw - sum_t w dw)`, sums to zero over the keys, so the gradient by the
   key bias, `sum_{b,t} dk[b,h,t,p]` with `dk[b,h,t,p] = sum_s ds[b,h,s,t] q[b,h,s,p] / sqrt(P)`, is zero. Its summands
   are the `dk` of the positions.
-* Queries with at most one key (S = 1, or all keys but one masked). Then `w = 1`, `ds` is `dw - dw`, and the gradients by
-  query, key, and their weights and biases are zero if that holds for every query. The summands are those of `ds`:
+* Queries with at most one key (S = 1, or all keys but one masked). Then `w = 1`, `ds` is `dw - dw`, and the gradients
+  by query, key, and their weights and biases are zero if that holds for every query. The summands are those of `ds`:
   `a = w |dw| + w sum_t w |dw|`, carried on through the same products with absolute values.
 
 Dimension legend: `B` batch, `S` query position, `T` key position, `H` head, `P` head size, `E` embedding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,8 +27,8 @@ from stepdown.pipeline.verification.draws import gradient_name
 class AttentionProbe:
     """Records what a reference layer's attention saw in its last call: projections, and the gradients by them.
 
-    ``inputs`` is what the projections read, `[B, S, E]`; ``query``, ``key`` and ``value`` are `[B, S, E]`, ``context`` is
-    what the output projection reads. After a backward pass, ``gradients`` holds those by key and context.
+    ``inputs`` is what the projections read; ``values`` are their results by name and, as "context", what the output
+    projection reads, all of them `[B, S, E]`. After a backward pass, ``gradients`` holds the gradients by ``values``.
     """
 
     inputs: Tensor | None = None
@@ -47,7 +48,7 @@ class AttentionProbe:
             probe.inputs = inputs[0].detach()
             record(name, output)
 
-        def projection_hook(name: str) -> "nn.modules.module._ForwardHook":
+        def projection_hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
             return lambda module, inputs, output: projected(name, inputs, output)
 
         for name in ("query", "key", "value"):
