@@ -31,7 +31,7 @@ def quantity(value: Number | None, unit: str) -> str:
         scaled /= 1000
         power += 1
     digits = f"{scaled:.0f}" if power == 0 or abs(scaled) >= 99.95 else f"{scaled:#.3g}"
-    return f"{digits} {_PREFIXES[power]}{unit}"
+    return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
 
 
 def duration(seconds: float) -> str:
@@ -46,7 +46,9 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def stage_records(manifest: Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> list[dict[str, Any]]:
+def stage_records(
+    manifest: Mapping[str, Any], batch: int | None = None, seq: int | None = None
+) -> list[dict[str, Any]]:
     """The manifest's stages with every count that the sizes determine as a number, the others as text in B and S.
 
     :raises OptionError: when ``batch`` or ``seq`` is not what the build promises.
@@ -102,7 +104,7 @@ def sizes_line(sizes: Mapping[str, int | None]) -> str:
 
 
 def stage_table(manifest: Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> RenderableType:
-    """The stages of a build as a table: kernels, containers, flop, bytes moved and kept; below it time and what changed.
+    """The stages of a build as a table: kernels, containers, flop, bytes moved and kept, and below it what changed.
 
     "change" is that of the bytes moved against the stage before.
 
@@ -114,8 +116,11 @@ def stage_table(manifest: Mapping[str, Any], batch: int | None = None, seq: int 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("stage", no_wrap=True)
     table.add_column("", no_wrap=True)
+    numeric = not any(
+        isinstance(counts.get(name), str) for record in records for _, counts in _parts(record) for name in COUNTS
+    )
     for heading in ("kernels", "containers", "flop", "moved", "change", "kept"):
-        table.add_column(heading, justify="right", overflow="fold")
+        table.add_column(heading, justify="right", overflow="fold", no_wrap=numeric)
     notes = Table.grid(padding=(0, 2, 0, 0))
     before: dict[str, Any] | None = None
     for record in records:
@@ -126,7 +131,7 @@ def stage_table(manifest: Mapping[str, Any], batch: int | None = None, seq: int 
                 part,
                 _count(counts.get("kernels")),
                 _count(counts.get("containers")),
-                quantity(counts.get("flop"), "flop"),
+                quantity(counts.get("flop"), ""),
                 quantity(counts.get("bytes_moved"), "B"),
                 moved_change(before, record) if first else "",
                 quantity(counts.get("kept_bytes"), "B"),

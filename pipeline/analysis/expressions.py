@@ -54,7 +54,8 @@ def evaluate(value: Number, sizes: Mapping[str, int | None]) -> Number:
         return value
     except (SyntaxError, ValueError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise OptionError(
-            f'"{value}" is not a number of a build ({error}); accepted are sums, products and powers of numbers, "B" and "S".'
+            f'"{value}" is not a number of a build ({error}); accepted are sums, products and powers of numbers, "B" '
+            f'and "S".'
         ) from error
     return int(result) if result.denominator == 1 else float(result)
 

@@ -1,6 +1,6 @@
 """A build as a folder of web pages: the stage table, and DaCe's own SDFG viewer on every graph.
 
-The pages open from disk, without a server and without a network: the viewer comes with the installed DaCe and is copied.
+The pages open from disk, without a server or a network: the viewer comes with the installed DaCe and is copied.
 """
 
 import gzip
@@ -169,7 +169,7 @@ def _index_page(
         ]
         before = record
     heads = [("stage", ""), ("graph", ""), ("time", "number"), ("kernels", "number"), ("containers", "number")]
-    heads += [("flop", "number"), ("bytes moved", "number"), ("bytes kept", "number"), ("change", "number")]
+    heads += [("flop", "number"), ("bytes moved", "number"), ("change", "number"), ("bytes kept", "number")]
     heads += [("what changed", "")]
     head = "".join(f'<th class="{kind}">{name}</th>' for name, kind in heads)
     return _template("index.html").substitute(
@@ -202,10 +202,11 @@ def _stage_row(
         first, *rest = map(_escaped, shown)
         cells = first + "".join(f'<span class="part">{text}</span>' for text in rest)
         counts += _number(cells, *values, markup=True)
+        if column == "bytes_moved":
+            counts += _number(moved_change(before, record))
     return (
         f'<tr><td class="name">{_escaped(name)}</td><td>{links}</td>'
         f'<td class="number">{_escaped(duration(record.get("seconds") or 0.0))}</td>{counts}'
-        f'<td class="number">{_escaped(moved_change(before, record))}</td>'
         f"<td>{_escaped(record.get('what') or '')}</td></tr>"
     )
 

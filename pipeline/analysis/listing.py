@@ -72,9 +72,7 @@ def load_graph(file: Path) -> SDFG:
     return sdfg
 
 
-def _record(
-    sdfg: SDFG, number: int, state: SDFGState, node: nodes.Node, sizes: Mapping[str, int | None]
-) -> NodeRecord:
+def _record(sdfg: SDFG, number: int, state: SDFGState, node: nodes.Node, sizes: Mapping[str, int | None]) -> NodeRecord:
     out_edges = state.out_edges(state.exit_node(node)) if isinstance(node, nodes.EntryNode) else state.out_edges(node)
     inputs, outputs = _moved(state.in_edges(node)), _moved(out_edges)
     moved = sum((_bytes(sdfg, memlet) for side in (inputs, outputs) for memlet in side.values()), sympy.Integer(0))

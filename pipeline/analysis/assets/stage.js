@@ -27,7 +27,12 @@ document.addEventListener("DOMContentLoaded", () => {
             const renderer = viewer.renderer;
             if (renderer && renderer.graph && renderer.graph.nodes().length && renderer.canvas_manager) {
                 clearInterval(waiting);
-                setTimeout(() => { showTop(renderer); document.body.dataset.shown = renderer.graph.nodes().length; }, 200);
+                setTimeout(() => showTop(renderer), 200);
+                // Again, in case the canvas got its final size, which empties it, only after the first time.
+                setTimeout(() => {
+                    showTop(renderer);
+                    document.body.dataset.shown = renderer.graph.nodes().length;
+                }, 800);
             }
         }, 50);
     };

@@ -1,0 +1,97 @@
+"""``stepdown inspect``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from stepdown.models.errors import OptionError
+from stepdown.pipeline.analysis.html import write_html
+from stepdown.pipeline.analysis.listing import NodeRecord, list_nodes, load_graph
+from stepdown.pipeline.build_folder import DIRECTIONS, BuildFolder, find_build, known_sizes
+from stepdown.pipeline.commands.terminal import counting, output, print_json, working
+from stepdown.pipeline.report import quantity, stage_records, stage_table
+
+
+def inspect_command(
+    build: Annotated[
+        str, typer.Argument(metavar="BUILD", help="A build's folder, or the first characters of its key.")
+    ],
+    stage: Annotated[str | None, typer.Option(help="List the nodes of the graph after this stage.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Batch size B to evaluate the counts at.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Sequence length S to evaluate the counts at.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write web pages with a viewer on every graph into DIR.")
+    ] = None,
+) -> None:
+    """Show what each stage did to a layer: kernels, containers, flop, bytes moved and kept."""
+    found = find_build(build)
+    sizes = known_sizes(found.manifest, batch, seq)
+    if html is not None:
+        page = _write_pages(found, html, batch, seq)
+        if not as_json:
+            output().print(f"Open {page.resolve().as_uri()}", soft_wrap=True)
+            return
+    if as_json:
+        records = stage_records(found.manifest, batch, seq)
+        if stage is not None:
+            records = [record for record in records if record["name"] == found.stage(stage)["name"]]
+            nodes = _nodes(found, stage, sizes)
+            records[0]["nodes"] = {
+                direction: [node.to_dict() for node in listed] for direction, listed in nodes.items()
+            }
+        print_json({"layer": found.manifest["layer"], **_context(found, sizes), "stages": records})
+        return
+    if stage is not None:
+        for direction, listed in _nodes(found, stage, sizes).items():
+            output().print(_node_table(f"{stage}, {direction}", listed))
+        return
+    output().print(stage_table(found.manifest, batch, seq))
+
+
+def _context(build: BuildFolder, sizes: dict[str, int | None]) -> dict[str, Any]:
+    return {"options": build.manifest["options"], "key": build.manifest.get("key"), "sizes": sizes}
+
+
+def _write_pages(build: BuildFolder, folder: Path, batch: int | None, seq: int | None) -> Path:
+    with counting("writing pages", None) as progress:
+        (task,) = progress.task_ids
+        return write_html(build, folder, batch=batch, seq=seq, report=lambda _: progress.advance(task))
+
+
+def _nodes(build: BuildFolder, stage: str, sizes: dict[str, int | None]) -> dict[str, list[NodeRecord]]:
+    """The nodes of each direction that was saved.
+
+    :raises OptionError: when the stage is unknown or left no graph.
+    """
+    listed: dict[str, list[NodeRecord]] = {}
+    with working(f"reading stage {stage}"):
+        for direction in DIRECTIONS:
+            file = build.graph_file(stage, direction)
+            if file is not None:
+                listed[direction] = list_nodes(load_graph(file), sizes)
+    if not listed:
+        raise OptionError(f'Stage "{stage}" left no graph in "{build.path}/stages"; accepted is a stage with one.')
+    return listed
+
+
+def _node_table(title: str, nodes: list[NodeRecord]) -> Table:
+    table = Table(
+        title=f"{title}: {len(nodes)} nodes",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in ("node", "kind", "over", "reads", "writes"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("flop", "moved"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for node in nodes:
+        cells = (node.name, node.kind, node.dims or node.detail, ", ".join(node.inputs), ", ".join(node.outputs))
+        table.add_row(*map(escape, cells), quantity(node.flop, "flop"), quantity(node.bytes_moved, "B"))
+    return table
