@@ -1,8 +1,9 @@
 """Lowering to OpenMP loops and BLAS calls."""
 
-from stepdown.transformations.lowering.cpu import lower_contraction
+from stepdown.transformations.lowering.cpu import lower_contraction, lower_rows
 
 
 def register() -> None:
     """Attach every expansion of this target, as implementation ``"cpu"``, to its operator; again does nothing."""
     lower_contraction.register()
+    lower_rows.register()

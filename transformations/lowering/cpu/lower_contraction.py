@@ -28,6 +28,8 @@ from stepdown.models.operators.operator import data_type
 from stepdown.models.operators.scratch import operator_sdfg
 from stepdown.transformations.lowering.cpu.blas import OpenBLAS
 from stepdown.transformations.lowering.cpu.contraction_plan import (
+    COLUMN_BLOCK,
+    ROW_BLOCK,
     Index,
     Packing,
     nominal,
@@ -37,9 +39,7 @@ from stepdown.transformations.lowering.cpu.contraction_plan import (
 
 IMPLEMENTATION = "cpu"
 
-# Blocks of the result that keep BLAS efficient (measured: within about 5% of one call for the whole), and the smallest
-# worth a thread of their own. Multiples of every micro-kernel's rows and columns.
-ROW_BLOCK, COLUMN_BLOCK = 192, 256
+# The smallest blocks of the result that are worth a thread of their own.
 SMALL_ROW_BLOCK, SMALL_COLUMN_BLOCK = 32, 64
 # Small results are cut into up to this many blocks, unless there are this many independent products anyway.
 SMALL_ROW_PARTS, SMALL_COLUMN_PARTS, ENOUGH_LOOPS = 4, 2, 8
@@ -100,7 +100,7 @@ class _Lowering:
             if containers[name] == containers["d"]:
                 raise CanonicalFormError(
                     f'operand "{name}" of contraction "{node.name}" is the container "{containers["d"][0]}" of the result; '
-                    f"only operand \"c\" can be"
+                    f'only operand "c" can be'
                 )
         self.plan = plan_contraction(
             (self.dims["a"], self.dims["b"], self.dims["d"]),
@@ -132,7 +132,7 @@ class _Lowering:
 
     def _add_copy(self, name: str, packing: Packing) -> None:
         shape = [_symbolic(self.sizes[letter]) for letter in packing.letters] or [1]
-        self.sdfg.add_array(f"{name}_packed", shape, self.scalar, transient=True)
+        self.sdfg.add_array(f"{name}_packed", shape, self.scalar, dace.StorageType.CPU_Heap, transient=True)
         self.dims[f"{name}_packed"] = packing.letters
 
     # ---- the graph ------------------------------------------------------------------------------------------------
@@ -303,7 +303,8 @@ class _Lowering:
             for name, stride in index.strides.items():
                 terms[name].append(f"{variable}.begin * ({cpp(stride)})")
         at = {
-            name: " + ".join([pointer, *terms[name]]) for name, pointer in (("a", "left"), ("b", "right"), ("d", "result"))
+            name: " + ".join([pointer, *terms[name]])
+            for name, pointer in (("a", "left"), ("b", "right"), ("d", "result"))
         }
         operand = {name: f"{at[name]}, {cpp(plan.matrices[name].leading)}" for name in "abd"}
         order = [("a", "rows"), ("b", "columns")]
