@@ -66,6 +66,6 @@ class LayerFunction(torch.autograd.Function):
         return (*(None,) * FIXED, *gradients)
 
 
-# "LayerFunction.apply" without its first step, the search for tensors of torch.func in all arguments: the module refuses
+# "LayerFunction.apply" without its first step, the search for torch.func's tensors in all arguments: the module refuses
 # to be called there.
 differentiable: Callable[..., Tensor] = super(torch.autograd.Function, LayerFunction).apply
