@@ -2,7 +2,8 @@
 
 ``OUT/checkpoints/step-00000100/`` holds
 
-* ``model.safetensors``, ``config.json``, ``tokenizer.json``: what Hugging Face's ``from_pretrained`` loads;
+* ``model.safetensors``, ``config.json``, ``tokenizer.json``, ``tokenizer_config.json``: what Hugging Face's
+  ``from_pretrained`` loads;
 * ``optimizer.safetensors``: AdamW's state as `quantity/parameter name`;
 * ``run.safetensors``: PyTorch's generator state and the loss curve so far;
 * ``state.json``: the step, the options, the text's digest and the versions.
@@ -26,12 +27,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stepdown.pipeline.training.curves import LossCurve
+from stepdown.pipeline.training.data import SPECIAL_TOKENS
 from stepdown.pipeline.training.errors import CheckpointError
 from stepdown.pipeline.training.optimizer import load_optimizer_tensors, optimizer_tensors
 
 FORMAT = 1
 
 _NAME = re.compile(r"step-(\d{8,})")
+
+_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", **dict(zip(_ROLES, SPECIAL_TOKENS, strict=True))}
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,10 @@ class CheckpointFolder:
             _save(partial / "run.safetensors", run)
             _write(partial / "config.json", _configuration(model))
             _write(partial / "tokenizer.json", tokenizer.to_str(pretty=False))
+            _write(
+                partial / "tokenizer_config.json",
+                json.dumps(_TOKENIZER | {"model_max_length": model.config.max_position_embeddings}, indent=1),
+            )
             _write(partial / "state.json", json.dumps(state, indent=1))
             for file in (*partial.iterdir(), partial):
                 _synchronise(file)

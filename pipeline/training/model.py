@@ -25,13 +25,13 @@ class CompiledLayers:
     """
 
     def __init__(self, *, batch: int | None, seq: int | None, dtype: str) -> None:
-        self._options = {"batch": batch, "seq": seq, "dtype": dtype}
+        self._batch, self._seq, self._dtype = batch, seq, dtype
         self._compiled: dict[EncoderLayer, CompiledLayer] = {}
 
     def compiled(self, definition: EncoderLayer) -> CompiledLayer:
         """The compiled layer, built (or found in the build cache) at the first call."""
         if definition not in self._compiled:
-            self._compiled[definition] = compile_layer(definition, **self._options)
+            self._compiled[definition] = compile_layer(definition, batch=self._batch, seq=self._seq, dtype=self._dtype)
         return self._compiled[definition]
 
     def __call__(self, definition: EncoderLayer) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertForMaskedLM
 
 from stepdown.models.definition import EncoderLayer
 from stepdown.pipeline.training import CheckpointError, StepRecord, TrainingOptions, TrainingResult, checkpoints, train
@@ -80,7 +80,8 @@ def test_hugging_face_loads_a_checkpoint_of_either_backend(small_options: Option
     for backend in ("torch", "stepdown"):
         options = small_options(backend=backend, out=small_options().out / backend, dropout=0.0)
         result = train(options, progress=False, make_layer=reference_layer)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(result.checkpoint / "tokenizer.json"))
+        tokenizer = AutoTokenizer.from_pretrained(result.checkpoint)
+        assert tokenizer.convert_ids_to_tokens(tokenizer("[MASK]").input_ids) == ["[CLS]", "[MASK]", "[SEP]"]
         inputs = tokenizer("a layer is written once", return_tensors="pt")
         model = BertForMaskedLM.from_pretrained(result.checkpoint).eval()
         for name, tensor in weights(result).items():
