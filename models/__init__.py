@@ -1,4 +1,10 @@
-"""What is computed: operators, layers written in them, presets, and the same layers in plain PyTorch."""
+"""What is computed: operators, layers written in them, presets, and the same layers in plain PyTorch.
+
+The PyTorch layer is imported when it is first used: a list of presets needs no PyTorch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from stepdown.models.definition import EncoderLayer, Parameter
 from stepdown.models.presets import (
@@ -14,7 +20,9 @@ from stepdown.models.presets import (
     minilm,
     roberta_base,
 )
-from stepdown.models.reference import ReferenceEncoderLayer
+
+if TYPE_CHECKING:
+    from stepdown.models.reference import ReferenceEncoderLayer
 
 __all__ = [
     "PRESETS",
@@ -32,3 +40,9 @@ __all__ = [
     "minilm",
     "roberta_base",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ReferenceEncoderLayer":
+        return importlib.import_module("stepdown.models.reference").ReferenceEncoderLayer
+    raise AttributeError(f'module "{__name__}" has no attribute "{name}"')

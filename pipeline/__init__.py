@@ -1,1 +1,19 @@
-"""What runs when: compiler, build cache, PyTorch runtime, training and the command line."""
+"""What runs when: compiler, build cache, PyTorch runtime, training and the command line.
+
+Its names are imported when they are first used, because DaCe and PyTorch take seconds and ``stepdown --help`` needs
+neither.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepdown.pipeline.compiler import CompiledLayer, compile_layer
+
+__all__ = ["CompiledLayer", "compile_layer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("stepdown.pipeline.compiler"), name)
+    raise AttributeError(f'module "{__name__}" has no attribute "{name}"')

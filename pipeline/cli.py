@@ -72,9 +72,10 @@ class StepdownGroup(typer.core.TyperGroup):
         command = COMMANDS.get(cmd_name)
         return None if command is None else _DeferredCommand(cmd_name, command)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
+        standalone_mode = extra.get("standalone_mode", True)
         try:
-            return super().main(*args, standalone_mode=standalone_mode, **extra)
+            return super().main(*args, **extra)
         except StepdownError as error:
             if not standalone_mode:
                 raise
