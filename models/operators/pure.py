@@ -9,7 +9,8 @@ import dace.library
 from dace.sdfg import SDFG, SDFGState
 from dace.transformation.transformation import ExpandTransformation
 
-from stepdown.models.operators.operator import PAIR, Operator, data_type, extent_product
+from stepdown.models.operators.headers import OperatorHeaders
+from stepdown.models.operators.operator import PAIR, Operator, data_type
 from stepdown.models.operators.scratch import operator_sdfg
 from stepdown.models.operators.statements import Statement, to_cpp
 
@@ -61,7 +62,7 @@ def operand_setup(names: list[str], sdfg: SDFG) -> str:
 class ExpandStatementsPure(ExpandTransformation):
     """One state for each statement; a reduction's target is set to its identity in a state before."""
 
-    environments: list[Any] = []
+    environments: list[Any] = [OperatorHeaders]
 
     @staticmethod
     def expansion(node: Operator, parent_state: SDFGState, parent_sdfg: SDFG) -> SDFG:
@@ -69,7 +70,6 @@ class ExpandStatementsPure(ExpandTransformation):
         sizes = node.sizes(parent_sdfg, parent_state)
         scalar = compute_type(node, sdfg)
         dims = dict(node.operand_dims())
-        include_headers(sdfg)
         last: SDFGState | None = None
         for statement in node.statements():
             dims[statement.target] = statement.dims
@@ -88,11 +88,6 @@ class ExpandStatementsPure(ExpandTransformation):
             code = statement_code(statement, over, sizes, scalar)
             _map(sdfg, last, statement.target, over, sizes, names, code, dims, wcr)
         return sdfg
-
-
-def include_headers(sdfg: SDFG) -> None:
-    """Make the C++ functions of the statement language known to the generated code."""
-    sdfg.append_global_code("#include <stepdown/math.h>\n#include <stepdown/philox.h>\n")
 
 
 def _follow(sdfg: SDFG, last: SDFGState | None, label: str) -> SDFGState:
@@ -128,6 +123,3 @@ def _map(
         schedule=dace.ScheduleType.Sequential,
         external_edges=True,
     )
-
-
-__all__ = ["ExpandStatementsPure", "compute_type", "extent_product", "include_headers", "linear_index", "statement_code"]

@@ -17,15 +17,15 @@ from typing import Any
 
 import dace
 import dace.library
-from dace import data
 from dace.sdfg import SDFG, SDFGState
 from dace.sdfg.nodes import NestedSDFG
 from dace.symbolic import int_ceil, int_floor, pystr_to_symbolic, symstr
 from dace.transformation.transformation import ExpandTransformation
 
 from stepdown.models.operators import ROW_OPERATORS, Operator, Statement
+from stepdown.models.operators.headers import OperatorHeaders
 from stepdown.models.operators.operator import PAIR, extent_product
-from stepdown.models.operators.pure import INDEX, compute_type, include_headers
+from stepdown.models.operators.pure import INDEX, compute_type
 from stepdown.models.operators.scratch import operator_sdfg
 from stepdown.models.operators.statements import to_cpp
 from stepdown.transformations.lowering.passes_of_rows import RowPass, RowProgram, plan_rows
@@ -68,7 +68,6 @@ class RowLowering:
 
     def lower(self) -> SDFG:
         """The loop nest; returns ``sdfg``."""
-        include_headers(self.sdfg)
         program = self.program
         inner_shape = [self.sizes[letter] for letter in program.inner]
         for name in self._columns():
@@ -94,7 +93,14 @@ class RowLowering:
         if self._columns():
             last = sdfg.add_state_after(last, "clear")
             for name in self._columns():
-                self._element_map(sdfg, last, f"clear_{name}", {}, f"out = {self.scalar.ctype}(0);", {"out": self._block_memlet(f"partial_{name}")})
+                self._element_map(
+                    sdfg,
+                    last,
+                    f"clear_{name}",
+                    {},
+                    f"out = {self.scalar.ctype}(0);",
+                    {"out": self._block_memlet(f"partial_{name}")},
+                )
         rows = extent_product(self.program.outer, self.sizes)
         share = int_ceil(rows, BLOCKS)
         block = pystr_to_symbolic(BLOCK)
@@ -141,7 +147,9 @@ class RowLowering:
             zero = f"{self.scalar.ctype}(0)"
             identity = zero if statement.reduction == "sum" else f"stepdown::negative_infinity<{self.scalar.ctype}>()"
             tasklet = cpp_tasklet(prepare, f"clear_{statement.target}", {}, {"out"}, f"out = {identity};")
-            prepare.add_edge(tasklet, "out", prepare.add_write(statement.target), None, dace.Memlet(f"{statement.target}[0]"))
+            prepare.add_edge(
+                tasklet, "out", prepare.add_write(statement.target), None, dace.Memlet(f"{statement.target}[0]")
+            )
         elements = sdfg.add_state_after(prepare, f"pass_{number}")
         self._element_pass(sdfg, elements, row_pass, number)
         after = sdfg.add_state_after(elements, f"after_{number}")
@@ -170,7 +178,11 @@ class RowLowering:
             if statement.reduction is not None:
                 code.append(f"out_{statement.target} = {text};")
                 row_sum = statement in row_pass.row_reductions
-                memlet = dace.Memlet(f"{statement.target}[0]") if row_sum else self._block_memlet(f"partial_{statement.target}")
+                memlet = (
+                    dace.Memlet(f"{statement.target}[0]")
+                    if row_sum
+                    else self._block_memlet(f"partial_{statement.target}")
+                )
                 memlet.wcr = "lambda x, y: x + y" if statement.reduction == "sum" else "lambda x, y: max(x, y)"
                 memlet.wcr_nonatomic = True
                 outputs[f"out_{statement.target}"] = memlet
@@ -186,7 +198,13 @@ class RowLowering:
         self._element_map(sdfg, state, f"pass_{number}", inputs, "\n".join(code), outputs)
 
     def _element_map(
-        self, sdfg: SDFG, state: SDFGState, label: str, inputs: dict[str, dace.Memlet], code: str, outputs: dict[str, dace.Memlet]
+        self,
+        sdfg: SDFG,
+        state: SDFGState,
+        label: str,
+        inputs: dict[str, dace.Memlet],
+        code: str,
+        outputs: dict[str, dace.Memlet],
     ) -> None:
         ranges = {INDEX + letter: f"0:{self.sizes[letter]}" for letter in self.program.inner} or {"i_one": "0:1"}
         add_map(state, label, ranges, inputs, code, outputs, dace.ScheduleType.Sequential)
@@ -237,7 +255,9 @@ class RowLowering:
         for connector, memlet in inputs.items():
             state.add_edge(read_of(state, memlet.data), None, tasklet, connector, memlet)
         extent = sdfg.arrays[name].shape[1]
-        state.add_edge(tasklet, "words", state.add_write(name), None, dace.Memlet(f"{name}[{BLOCK}, 0:{symstr(extent)}]"))
+        state.add_edge(
+            tasklet, "words", state.add_write(name), None, dace.Memlet(f"{name}[{BLOCK}, 0:{symstr(extent)}]")
+        )
 
     def _columns_state(self, rows: SDFGState) -> None:
         """After all rows: add the blocks' sums up and store what follows from them."""
@@ -327,7 +347,9 @@ class RowLowering:
         return sdfg
 
     def _add_scalar(self, sdfg: SDFG, name: str, *, transient: bool = True) -> None:
-        sdfg.add_scalar(self._scalar_name(name), self._type(name), transient=transient, storage=dace.StorageType.Register)
+        sdfg.add_scalar(
+            self._scalar_name(name), self._type(name), transient=transient, storage=dace.StorageType.Register
+        )
 
     def _scalar_name(self, name: str) -> str:
         """Name of a row's value; one that is also stored keeps the operand's name for the container."""
@@ -384,7 +406,9 @@ class RowLowering:
 # ---- building blocks of maps ---------------------------------------------------------------------------------------
 
 
-def cpp_tasklet(state: SDFGState, label: str, inputs: Iterable[str], outputs: Iterable[str], code: str) -> dace.nodes.Tasklet:
+def cpp_tasklet(
+    state: SDFGState, label: str, inputs: Iterable[str], outputs: Iterable[str], code: str
+) -> dace.nodes.Tasklet:
     """A tasklet in C++."""
     return state.add_tasklet(label, dict.fromkeys(inputs), dict.fromkeys(outputs), code, language=dace.Language.CPP)
 
@@ -429,7 +453,9 @@ def add_nested_maps(
         source = read_of(state, memlet.data)
         state.add_memlet_path(source, outer_entry, inner_entry, tasklet, dst_conn=connector, memlet=memlet)
     for connector, memlet in outputs.items():
-        state.add_memlet_path(tasklet, inner_exit, outer_exit, state.add_write(memlet.data), src_conn=connector, memlet=memlet)
+        state.add_memlet_path(
+            tasklet, inner_exit, outer_exit, state.add_write(memlet.data), src_conn=connector, memlet=memlet
+        )
 
 
 def nest(
@@ -441,7 +467,9 @@ def nest(
     for name in [name for name in body.symbols if name not in used]:
         body.remove_symbol(name)
     mapping = {name: symbols.get(name, pystr_to_symbolic(name)) for name in sorted(used)}
-    nested = state.add_nested_sdfg(body, dict.fromkeys(sorted(reads)), dict.fromkeys(sorted(writes)), symbol_mapping=mapping)
+    nested = state.add_nested_sdfg(
+        body, dict.fromkeys(sorted(reads)), dict.fromkeys(sorted(writes)), symbol_mapping=mapping
+    )
     parent = state.sdfg
     for name in sorted(reads):
         memlet = dace.Memlet.from_array(name, parent.arrays[name])
@@ -475,7 +503,7 @@ def used_containers(body: SDFG) -> tuple[set[str], set[str]]:
 class ExpandRowsCPU(ExpandTransformation):
     """The loop nest of one row or element-wise operator."""
 
-    environments: list[Any] = []
+    environments: list[Any] = [OperatorHeaders]
 
     @staticmethod
     def expansion(node: Operator, parent_state: SDFGState, parent_sdfg: SDFG) -> SDFG:
@@ -500,6 +528,3 @@ def register() -> None:
     """Attach the ``cpu`` expansion to every row and element-wise operator."""
     for operator in ROW_OPERATORS:
         operator.register_implementation("cpu", ExpandRowsCPU)
-
-
-__all__ = ["BLOCKS", "ExpandRowsCPU", "RowLowering", "data", "register"]

@@ -1,0 +1,304 @@
+"""``compile_layer``: from a layer's definition to a folder with its libraries and every stage's graph."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import dace
+import torch
+from dace.sdfg import SDFG
+
+import stepdown
+from stepdown.models.definition import EncoderLayer
+from stepdown.models.dtypes import DataType, resolve_dtype
+from stepdown.models.errors import OptionError
+from stepdown.models.presets import Preset
+from stepdown.pipeline.analysis.counts import count_graph, count_kernels
+from stepdown.pipeline.bind import interface
+from stepdown.pipeline.build_folder import FORMAT, MANIFEST, BuildFolder, read_build
+from stepdown.pipeline.cache import BuildCache, content_key, sources_digest
+from stepdown.pipeline.generate import generate
+from stepdown.pipeline.runtime import StepdownLayer
+from stepdown.pipeline.stages import OPTIONAL_PASSES, Compilation, PassRecord, StageRecord, run_stages
+from stepdown.pipeline.target import find_target
+from stepdown.pipeline.toolchain import Optimize, compile_flags, dace_configuration, toolchain_identity
+from stepdown.transformations.lowering import cpu
+from stepdown.transformations.lowering.cpu.blas import blas_version
+from stepdown.transformations.training_graph import TrainingGraph
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CompiledLayer:
+    """A compiled layer: a build folder and what its manifest says.
+
+    :ivar path: the build folder.
+    :ivar cached: whether the build was found in the cache.
+    """
+
+    definition: EncoderLayer
+    dtype: DataType
+    batch: int | None
+    seq: int | None
+    target: str
+    path: Path
+    cached: bool = False
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The build's manifest."""
+        return self._folder.manifest
+
+    @cached_property
+    def _folder(self) -> BuildFolder:
+        return read_build(self.path)
+
+    def stage(self, name: str) -> TrainingGraph:
+        """The graphs after stage ``name``, loaded from the build folder.
+
+        :raises OptionError: when the build has no such stage.
+        """
+        forward = self._folder.graph_file(name, "forward")
+        backward = self._folder.graph_file(name, "backward")
+        if forward is None:
+            raise OptionError(f'stage "{name}" of the build "{self.path}" has no saved graph.')
+        kept = tuple(self._folder.stage(name).get("kept", ()))
+        return TrainingGraph(
+            SDFG.from_file(str(forward)), None if backward is None else SDFG.from_file(str(backward)), kept
+        )
+
+    def to_torch(self, **options: Any) -> StepdownLayer:
+        """A PyTorch module that runs the libraries; several modules share them.
+
+        :param options: as for :class:`stepdown.pipeline.runtime.StepdownLayer`.
+        :raises BuildError: when the build holds no libraries.
+        """
+        return StepdownLayer(self.path, **options)
+
+
+def compile_layer(
+    layer: EncoderLayer | Preset,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | torch.dtype | DataType = "float32",
+    target: str = "cpu",
+    disable: Iterable[str] = (),
+    build: bool = True,
+    optimize: Optimize = "release",
+    cache: BuildCache | None = None,
+    output: str | Path | None = None,
+    progress: Progress = lambda stage: None,
+) -> CompiledLayer:
+    """Compile a layer's training step.
+
+    :param layer: the definition, or a preset, whose layer is taken.
+    :param batch: the batch size that the code may rely on; None takes any. Likewise ``seq``, the sequence length.
+    :param dtype: element type of data and parameters; sums and statistics are taken in float32, or float64.
+    :param disable: names of optional passes to leave out.
+    :param build: False stops before the compiler: the folder holds the stages' graphs only.
+    :param optimize: "release" for speed, "light" for quick builds.
+    :param cache: where builds are kept and found again; the user's own by default.
+    :param output: write the build into this folder, which must be new or empty, instead of the cache.
+    :param progress: called with the name of each stage that begins.
+    :returns: the build, from the cache where it holds one of the same content.
+    :raises OptionError: for an unknown dtype, target or pass, or impossible sizes.
+    :raises BuildError: when the compiler is missing or fails.
+    :raises CacheError: when the cache's folder cannot be written.
+    """
+    definition = layer.layer if isinstance(layer, Preset) else layer
+    if not isinstance(definition, EncoderLayer):
+        raise OptionError(f'layer {layer!r} was given; accepted are an "EncoderLayer" or a "Preset".')
+    options = _Options(
+        definition,
+        _size("batch", batch),
+        _size("seq", seq),
+        resolve_dtype(dtype),
+        find_target(target).name,
+        _passes(disable),
+        build,
+        optimize,
+    )
+    compile_flags(optimize)  # refuses an unknown value before anything is done
+    compiled = CompiledLayer(definition, options.dtype, options.batch, options.seq, options.target, Path())
+    key = options.key()
+    built = False
+
+    def fill(folder: Path) -> None:
+        nonlocal built
+        built = True
+        _build(options, key, folder, progress)
+
+    if output is not None:
+        folder = _empty_folder(Path(output))
+        fill(folder)
+    else:
+        with _lock_of(key):  # threads of one process; processes are kept apart by the cache
+            folder = (cache or BuildCache()).entry(key, fill)
+    return CompiledLayer(definition, compiled.dtype, compiled.batch, compiled.seq, compiled.target, folder, not built)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Everything that a build's content depends on besides sources and versions."""
+
+    definition: EncoderLayer
+    batch: int | None
+    seq: int | None
+    dtype: DataType
+    target: str
+    disable: tuple[str, ...]
+    build: bool
+    optimize: Optimize
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as the manifest shows them."""
+        return {
+            "batch": self.batch,
+            "seq": self.seq,
+            "dtype": self.dtype.name,
+            "target": self.target,
+            "disable": list(self.disable),
+            "optimize": self.optimize,
+            "build": self.build,
+        }
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what takes part in the build."""
+        found = {"stepdown": stepdown.__version__, "dace": dace.__version__, "python": platform.python_version()}
+        if self.build:
+            found |= toolchain_identity(self.optimize) | {"openblas": blas_version()}
+        return found
+
+    def key(self) -> str:
+        """The build's key in the cache."""
+        return content_key(
+            layer=self.definition.to_dict(), options=self.to_dict(), versions=self.versions(), sources=sources_digest()
+        )
+
+
+_LOCKS: dict[str, threading.Lock] = {}
+_LOCKS_GUARD = threading.Lock()
+
+
+def _lock_of(key: str) -> threading.Lock:
+    with _LOCKS_GUARD:
+        return _LOCKS.setdefault(key, threading.Lock())
+
+
+def _size(name: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f'"{name}" is {value!r}; accepted are a positive integer, or None for any size.')
+    return value
+
+
+def _passes(names: Iterable[str]) -> tuple[str, ...]:
+    given = (names,) if isinstance(names, str) else tuple(names)
+    for name in given:
+        if name not in OPTIONAL_PASSES:
+            accepted = ", ".join(f'"{known}"' for known in OPTIONAL_PASSES) or "none"
+            raise OptionError(f'pass "{name}" cannot be switched off; optional passes are: {accepted}.')
+    return tuple(sorted(set(given)))
+
+
+def _empty_folder(folder: Path) -> Path:
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            if not (folder / MANIFEST).is_file():
+                raise OptionError(f'output "{folder}" holds other files; accepted is a new or empty folder, or a build.')
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f'output "{folder}" cannot be written ({error.strerror}).') from error
+    return folder
+
+
+def _build(options: _Options, key: str, folder: Path, progress: Progress) -> None:
+    """Run every stage and write the build folder; the manifest comes last."""
+    cpu.register()
+    compilation = Compilation(
+        options.definition, options.batch, options.seq, options.dtype, find_target(options.target), f"layer_{key[:16]}"
+    )
+    with dace_configuration(options.optimize):
+        run_stages(compilation, progress)
+        stages = [_describe(number, record, folder) for number, record in enumerate(_counted(compilation.records))]
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "layer": options.definition.to_dict(),
+        "options": options.to_dict(),
+        "versions": options.versions(),
+        "key": key,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "sizes": {"B": options.batch, "S": options.seq},
+        "stages": stages,
+    }
+    if options.build and compilation.graph is not None:
+        progress("generate")
+        start = time.perf_counter()
+        libraries = generate(compilation.graph, folder, options.optimize)
+        generated = PassRecord("generate", time.perf_counter() - start, f"{len(libraries)} libraries compiled")
+        progress("bind")
+        start = time.perf_counter()
+        manifest["abi"] = interface(compilation.graph, options.definition, compilation.lifetimes)
+        arguments = sum(len(side["arguments"]) for side in manifest["abi"].values())
+        bound = PassRecord("bind", time.perf_counter() - start, f"{arguments} arguments described")
+        for record in (generated, bound):
+            entry = {"name": record.name, "seconds": record.seconds, "validated": True, "what": record.what}
+            passes = [{"name": record.name, "seconds": record.seconds, "what": record.what}]
+            manifest["stages"].append({**stages[-1], **entry, "passes": passes})
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _counted(records: list[StageRecord]) -> list[tuple[StageRecord, dict[str, Any]]]:
+    """Each record with its counts; a lowered graph moves what the canonical graph before it moved."""
+    counted: list[tuple[StageRecord, dict[str, Any]]] = []
+    counts: dict[str, Any] = {}
+    for record in records:
+        if record.canonical:
+            counts = count_graph(record.graph).to_manifest()
+        else:
+            counts = _with_kernels(counts, record.graph)
+        counted.append((record, counts))
+    return counted
+
+
+def _with_kernels(counts: dict[str, Any], graph: TrainingGraph) -> dict[str, Any]:
+    """``counts`` with kernels and containers counted anew."""
+    result = dict(counts)
+    kernels = containers = 0
+    for direction, sdfg in graph.graphs():
+        own = {"kernels": count_kernels(sdfg), "containers": len(sdfg.arrays)}
+        result[direction] = {**counts[direction], **own}
+        kernels += own["kernels"]
+        containers += own["containers"]
+    return {**result, "kernels": kernels, "containers": containers}
+
+
+def _describe(number: int, counted: tuple[StageRecord, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Save a stage's graphs and describe it for the manifest."""
+    record, counts = counted
+    (folder / "stages").mkdir(exist_ok=True)
+    for direction, sdfg in record.graph.graphs():
+        sdfg.save(str(folder / "stages" / f"{number:02d}-{record.name}.{direction}.sdfgz"), compress=True)
+    return {
+        "name": record.name,
+        "seconds": record.seconds,
+        "validated": True,
+        "what": record.what,
+        "passes": [{"name": p.name, "seconds": p.seconds, "what": p.what} for p in record.passes],
+        "kept": list(record.graph.kept),
+        **counts,
+    }

@@ -1,0 +1,197 @@
+"""The stages of the compiler, in order; each leaves a training graph that can be looked at.
+
+``parse`` and ``differentiate`` leave graphs in canonical form, which is validated after them. ``lower`` and
+``schedule`` leave graphs of maps and library calls, which DaCe validates. ``generate`` and ``bind`` change no graph:
+they are the compiler proper (:mod:`stepdown.pipeline.generate`) and the interface of the libraries.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import dace
+from dace.sdfg import SDFG, nodes
+
+from stepdown.models.definition import EncoderLayer
+from stepdown.models.dtypes import DataType
+from stepdown.models.encoder import INPUT, OUTPUT, encoder_program
+from stepdown.transformations.canonical_form import the_state, validate
+from stepdown.transformations.differentiate import differentiate
+from stepdown.transformations.lowering.lower_operators import lower_operators
+from stepdown.transformations.schedule.plan_workspace import Lifetime, plan_workspace
+from stepdown.transformations.training_graph import TrainingGraph
+from stepdown.pipeline.target import Target
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: its name with options, its time in seconds, and a line about what changed."""
+
+    name: str
+    seconds: float
+    what: str
+
+
+@dataclass
+class StageRecord:
+    """A stage's result: the graph after it, whether it is in canonical form, and the passes that ran."""
+
+    name: str
+    graph: TrainingGraph
+    canonical: bool
+    passes: list[PassRecord] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all passes."""
+        return sum(record.seconds for record in self.passes)
+
+    @property
+    def what(self) -> str:
+        """One line about what the stage changed."""
+        return "; ".join(record.what for record in self.passes if record.what)
+
+
+@dataclass
+class Compilation:
+    """What the stages work on and leave behind.
+
+    :ivar lifetimes: by direction, how long each temporary lives (from ``schedule`` on).
+    """
+
+    definition: EncoderLayer
+    batch: int | None
+    seq: int | None
+    dtype: DataType
+    target: Target
+    name: str
+    graph: TrainingGraph | None = None
+    lifetimes: dict[str, dict[str, Lifetime]] = field(default_factory=dict)
+    records: list[StageRecord] = field(default_factory=list)
+
+
+def parse(compilation: Compilation) -> str:
+    """DaCe program -> forward graph of operators."""
+    program = encoder_program(compilation.definition, compilation.batch, compilation.seq, compilation.dtype)
+    sdfg = program.to_sdfg(simplify=True)
+    sdfg.name = f"{compilation.name}_forward"
+    sdfg.replace("__return", OUTPUT)
+    merge_reads(sdfg)
+    remove_unused_arguments(sdfg)
+    compilation.graph = TrainingGraph(sdfg)
+    return f"{len(list(operator_nodes(sdfg)))} operators"
+
+
+def differentiate_stage(compilation: Compilation) -> str:
+    """Forward graph -> training graph."""
+    forward = _graph(compilation).forward
+    containers = [parameter.container for parameter in compilation.definition.parameters().values()]
+    graph = differentiate(forward, OUTPUT, [INPUT, *containers])
+    assert graph.backward is not None
+    graph.backward.name = f"{compilation.name}_backward"
+    compilation.graph = graph
+    return f"{len(list(operator_nodes(graph.backward)))} operators in the backward pass, {len(graph.kept)} containers kept"
+
+
+def lower(compilation: Compilation) -> str:
+    """Operators -> maps and library calls of the target."""
+    graph = _graph(compilation)
+    implementation = compilation.target.implementation
+    backward = None if graph.backward is None else lower_operators(graph.backward, implementation)
+    compilation.graph = TrainingGraph(lower_operators(graph.forward, implementation), backward, graph.kept)
+    return f'every operator expanded by implementation "{implementation}"'
+
+
+def schedule(compilation: Compilation) -> str:
+    """Temporaries become parts of one workspace a call."""
+    total = 0
+    for direction, sdfg in _graph(compilation).graphs():
+        compilation.lifetimes[direction] = plan_workspace(sdfg)
+        total += len(compilation.lifetimes[direction])
+    return f"{total} temporaries placed in the workspace"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: its name, its only pass or passes, and whether it leaves graphs in canonical form."""
+
+    name: str
+    passes: tuple[tuple[str, Callable[[Compilation], str]], ...]
+    canonical: bool
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("parse", (("parse", parse),), True),
+    Stage("differentiate", (("differentiate", differentiate_stage),), True),
+    Stage("lower", (("lower-operators", lower),), False),
+    Stage("schedule", (("plan-workspace", schedule),), False),
+)
+"""Every stage that changes the graph, in order."""
+
+OPTIONAL_PASSES: tuple[str, ...] = ()
+"""Passes that can be switched off by name."""
+
+
+def run_stages(compilation: Compilation, progress: Callable[[str], None] = lambda name: None) -> None:
+    """Run every stage, validate after every pass, and record what happened.
+
+    :param progress: called with the name of each stage that begins.
+    :raises CanonicalFormError: when a pass breaks the canonical form.
+    """
+    for stage in STAGES:
+        progress(stage.name)
+        record = StageRecord(stage.name, TrainingGraph(SDFG("empty")), stage.canonical)
+        for name, run in stage.passes:
+            start = time.perf_counter()
+            what = run(compilation)
+            check(compilation, stage)
+            record.passes.append(PassRecord(name, time.perf_counter() - start, what))
+        record.graph = _graph(compilation).copy()
+        compilation.records.append(record)
+
+
+def check(compilation: Compilation, stage: Stage) -> None:
+    """Validate the graph as the stage leaves it."""
+    graph = _graph(compilation)
+    if stage.canonical:
+        validate(graph)
+        return
+    for _, sdfg in graph.graphs():
+        sdfg.validate()
+
+
+def merge_reads(sdfg: SDFG) -> None:
+    """Give every container that is only read one access node (the frontend makes one for each use)."""
+    state = the_state(sdfg)
+    first: dict[str, nodes.AccessNode] = {}
+    for node in list(state.data_nodes()):
+        if state.in_degree(node) > 0:
+            continue
+        kept = first.setdefault(node.data, node)
+        if kept is node:
+            continue
+        for edge in state.out_edges(node):
+            state.add_edge(kept, edge.src_conn, edge.dst, edge.dst_conn, copy.deepcopy(edge.data))
+        state.remove_node(node)
+
+
+def remove_unused_arguments(sdfg: SDFG) -> None:
+    """Drop arguments that nothing reads, such as the biases of a layer without them."""
+    used = {node.data for node in the_state(sdfg).data_nodes()}
+    for name in [name for name in sdfg.arrays if name not in used]:
+        sdfg.remove_data(name, validate=False)
+
+
+def operator_nodes(sdfg: SDFG) -> list[Any]:
+    """The library nodes of a graph in canonical form."""
+    return [node for node in the_state(sdfg).nodes() if isinstance(node, dace.nodes.LibraryNode)]
+
+
+def _graph(compilation: Compilation) -> TrainingGraph:
+    if compilation.graph is None:
+        raise AssertionError('stage "parse" has not run')
+    return compilation.graph
