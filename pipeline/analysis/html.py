@@ -3,7 +3,6 @@
 The pages open from disk, without a server or a network: the viewer comes with the installed DaCe and is copied.
 """
 
-import gzip
 import html
 import json
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import dace
 
 from stepdown.models.errors import CanonicalFormError, OptionError
-from stepdown.pipeline.analysis.listing import NodeRecord, list_nodes, load_graph
+from stepdown.pipeline.analysis.listing import NodeRecord, list_nodes, load_graph, read_graph
 from stepdown.pipeline.build_folder import DIRECTIONS, BuildFolder, Direction, known_sizes
 from stepdown.pipeline.report import duration, moved_change, quantity, sizes_line, stage_records, title_of
 
@@ -115,8 +114,7 @@ def _stage_page(
 
 def _annotated(file: Path, records: Iterable[NodeRecord]) -> str:
     """The saved graph's JSON, with flop and bytes in the labels that the viewer draws."""
-    with gzip.open(file, "rt", encoding="utf-8") as stream:
-        graph = json.load(stream)
+    graph = read_graph(file)
     states = [block for block in graph["nodes"] if block.get("type") == "SDFGState"]
     for record in records:
         costs = [quantity(record.bytes_moved, "B")] if not isinstance(record.bytes_moved, str) else []
