@@ -123,8 +123,9 @@ def test_rounding_of_a_vanishing_gradient_is_measured_by_its_summands(make_stand
 def test_everything_masked(make_stand_in: MakeStandIn) -> None:
     """No key at all: query, key, value and attention's output weights have gradients of exactly zero."""
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    report = verify_layer(make_stand_in(LAYER, "float32"), LAYER, "float32", 2, 3, mask=mask, draws=2)
+    report = verify_layer(make_stand_in(LAYER, "float32"), LAYER, "float32", 2, 3, mask=mask, draws=2, masks=True)
     assert report.passed
+    assert report.masks[0].observable == 0
     zero = [row for row in report.rows if row.name.startswith("attention.self.")]
     assert len(zero) == 6
     assert all(row.error == row.torch_error == 0 for row in zero)
