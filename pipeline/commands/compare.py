@@ -88,10 +88,8 @@ def _table(comparison: Comparison, rows: list[Row]) -> RenderableType:
         for case in CASES:
             row = by_case[one.implementation, case]
             ratio = by_case[ours, case].median / row.median
-            cells += [
-                f"{duration(row.median)} ± {duration(row.spread)}",
-                "" if one.implementation == ours else f"{ratio:.2f}",
-            ]
+            times = f"{duration(row.median / 1e3)} ± {duration(row.spread / 1e3)}"
+            cells += [times, "" if one.implementation == ours else f"{ratio:.2f}"]
         errors = (one.output_error, one.gradient_error)
         table.add_row(one.implementation, *cells, quantity(one.kept_bytes, "B"), *(f"{error:.1e}" for error in errors))
     first = rows[0]

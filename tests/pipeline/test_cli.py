@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import stepdown
 from stepdown.models.definition import EncoderLayer
+from stepdown.models.dtypes import resolve_dtype
 from stepdown.models.errors import CacheError, DefinitionError, OptionError
 from stepdown.models.presets import PRESETS, bert_tiny
 from stepdown.pipeline.build_folder import read_build
@@ -26,6 +27,8 @@ from stepdown.pipeline.commands import train as train_module
 from stepdown.pipeline.commands import verify as verify_module
 from stepdown.pipeline.commands.fields import field_options, parameter_help
 from stepdown.pipeline.commands.layer import choose_layer
+from stepdown.pipeline.compare import Comparison, Measured
+from stepdown.pipeline.results import read_rows
 from stepdown.pipeline.training import TrainingOptions, TrainingResult
 
 MODULE = [sys.executable, "-m", "stepdown.pipeline.cli"]
@@ -155,9 +158,9 @@ def test_layers_that_cannot_be_named_are_refused(values: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("cls", [EncoderLayer, TrainingOptions])
-def test_every_field_is_an_option_with_a_help_text(cls: type) -> None:
+def test_every_field_is_an_option_with_a_help_text(cls: Any) -> None:
     parameters = field_options(cls, optional=True)
-    assert [parameter.name for parameter in parameters] == list(cls.__dataclass_fields__)
+    assert [parameter.name for parameter in parameters] == [field.name for field in fields(cls)]
     assert set(parameter_help(cls)) >= {parameter.name for parameter in parameters}
 
 
@@ -327,6 +330,26 @@ def test_compare_refuses_before_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp
     assert '"threads" is 0' in refused(call("compare", "bert-tiny", "--threads", "0"))
 
 
+def test_compare_shows_and_saves_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(name: str, layer: EncoderLayer, **options: Any) -> Comparison:
+        options["report"]("measuring")
+        ours = Measured("stepdown", {"forward": [0.002] * 3, "forward+backward": [0.006] * 3}, 12_600_000, 1e-7, 2e-7)
+        eager = Measured("eager", {"forward": [0.004] * 3, "forward+backward": [0.005] * 3}, 20_000_000)
+        dtype = resolve_dtype(options["dtype"])
+        return Comparison(name, layer, options["batch"], options["seq"], dtype, 2, (ours, eager))
+
+    monkeypatch.setattr(compare_module, "compare_layer", measure)
+    arguments = ["compare", "bert-tiny", "--against", "eager", "--batch", "3", "--seq", "7"]
+    result = call(*arguments, "--out", str(tmp_path / "rows.csv"))
+    assert result.exit_code == 0, result.output
+    cells = {line.split()[0]: " ".join(line.split()) for line in result.stdout.splitlines() if line.strip()}
+    assert cells["stepdown"] == "stepdown 2 ms ± 0 µs 6 ms ± 0 µs 12.6 MB 1.0e-07 2.0e-07"
+    assert cells["eager"] == "eager 4 ms ± 0 µs 0.50 5 ms ± 0 µs 1.20 20.0 MB 0.0e+00 0.0e+00"
+    printed = json.loads(call(*arguments, "--json").stdout)
+    assert [row["median"] for row in printed] == [2, 6, 4, 5]
+    assert [row.median for row in read_rows(tmp_path / "rows.csv")] == [2, 6, 4, 5]
+
+
 def test_train_makes_options_of_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[TrainingOptions] = []
 
@@ -350,7 +373,19 @@ def test_train_makes_options_of_its_arguments(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(train_module, "train", train)
     text = tmp_path / "text"
-    arguments = ["train", "--text", text, "-o", tmp_path, "--model", "bert-tiny", "--backend", "torch", "--steps", "2"]
+    arguments = [
+        "train",
+        "--text",
+        str(text),
+        "-o",
+        str(tmp_path),
+        "--model",
+        "bert-tiny",
+        "--backend",
+        "torch",
+        "--steps",
+        "2",
+    ]
     result = call(*arguments, "--learning-rate", "0.01", "--resume")
     assert result.exit_code == 0, result.output
     assert "5.0000 → 4.0000 in 2 steps" in result.stdout

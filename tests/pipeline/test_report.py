@@ -161,7 +161,11 @@ def test_a_promised_size_is_used_and_kept(promised_manifest: dict[str, Any]) -> 
 def test_a_build_is_found_by_folder_and_by_key(hand_made_build: Path, tmp_path: Path) -> None:
     cache = BuildCache(tmp_path / "cache")
     content = (hand_made_build / "manifest.json").read_bytes()
-    cache.entry("ab" * 32, lambda folder: (folder / "manifest.json").write_bytes(content) and None)
+
+    def build(folder: Path) -> None:
+        (folder / "manifest.json").write_bytes(content)
+
+    cache.entry("ab" * 32, build)
     assert find_build(str(hand_made_build)).path == hand_made_build
     assert find_build("abab", cache).manifest["key"].startswith("0123")
     for name in ("cd", "no such build"):
