@@ -1,8 +1,6 @@
-"""What runs when: compiler, build cache, PyTorch runtime, training and the command line.
+"""What runs when: compiler, build cache, PyTorch runtime, training and the command line."""
 
-Its names are imported when they are first used, because DaCe and PyTorch take seconds and ``stepdown --help`` needs
-neither.
-"""
+from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ __all__ = ["CompiledLayer", "compile_layer"]
 
 
 def __getattr__(name: str) -> Any:
+    """Import the compiler when it is asked for: it brings DaCe and PyTorch, which take seconds."""
     if name in __all__:
         return getattr(importlib.import_module("stepdown.pipeline.compiler"), name)
     raise AttributeError(f'module "{__name__}" has no attribute "{name}"')

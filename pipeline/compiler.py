@@ -232,9 +232,9 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
     compilation = Compilation(
         options.definition, options.batch, options.seq, options.dtype, find_target(options.target), f"layer_{key[:16]}"
     )
+    stages: list[dict[str, Any]] = []
     with dace_configuration(options.optimize):
-        run_stages(compilation, progress)
-        stages = [_describe(number, record, folder) for number, record in enumerate(_counted(compilation.records))]
+        run_stages(compilation, progress, lambda record: stages.append(_describe(record, stages, folder)))
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "layer": options.definition.to_dict(),
@@ -246,33 +246,19 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
         "stages": stages,
     }
     if options.build and compilation.graph is not None:
+        start = time.perf_counter()  # before the generator, which rewrites the sizes of containers for C++
+        manifest["abi"] = interface(compilation.graph, options.definition, compilation.lifetimes)
+        arguments = sum(len(side["arguments"]) for side in manifest["abi"].values())
+        bound = PassRecord("bind", time.perf_counter() - start, f"{arguments} arguments described")
         progress("generate")
         start = time.perf_counter()
         libraries = generate(compilation.graph, folder, options.optimize)
         generated = PassRecord("generate", time.perf_counter() - start, f"{len(libraries)} libraries compiled")
-        progress("bind")
-        start = time.perf_counter()
-        manifest["abi"] = interface(compilation.graph, options.definition, compilation.lifetimes)
-        arguments = sum(len(side["arguments"]) for side in manifest["abi"].values())
-        bound = PassRecord("bind", time.perf_counter() - start, f"{arguments} arguments described")
         for record in (generated, bound):
             entry = {"name": record.name, "seconds": record.seconds, "validated": True, "what": record.what}
             passes = [{"name": record.name, "seconds": record.seconds, "what": record.what}]
             manifest["stages"].append({**stages[-1], **entry, "passes": passes})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def _counted(records: list[StageRecord]) -> list[tuple[StageRecord, dict[str, Any]]]:
-    """Each record with its counts; a lowered graph moves what the canonical graph before it moved."""
-    counted: list[tuple[StageRecord, dict[str, Any]]] = []
-    counts: dict[str, Any] = {}
-    for record in records:
-        if record.canonical:
-            counts = count_graph(record.graph).to_manifest()
-        else:
-            counts = _with_kernels(counts, record.graph)
-        counted.append((record, counts))
-    return counted
 
 
 def _with_kernels(counts: dict[str, Any], graph: TrainingGraph) -> dict[str, Any]:
@@ -287,18 +273,21 @@ def _with_kernels(counts: dict[str, Any], graph: TrainingGraph) -> dict[str, Any
     return {**result, "kernels": kernels, "containers": containers}
 
 
-def _describe(number: int, counted: tuple[StageRecord, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Save a stage's graphs and describe it for the manifest."""
-    record, counts = counted
+def _describe(record: StageRecord, before: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Save a stage's graphs and describe it for the manifest.
+
+    A lowered graph moves what the canonical graph before it moved; its kernels and containers are counted anew.
+    """
+    counts = count_graph(record.graph).to_manifest() if record.canonical else _with_kernels(before[-1], record.graph)
     (folder / "stages").mkdir(exist_ok=True)
     for direction, sdfg in record.graph.graphs():
-        sdfg.save(str(folder / "stages" / f"{number:02d}-{record.name}.{direction}.sdfgz"), compress=True)
+        sdfg.save(str(folder / "stages" / f"{len(before):02d}-{record.name}.{direction}.sdfgz"), compress=True)
     return {
+        **counts,
         "name": record.name,
         "seconds": record.seconds,
         "validated": True,
         "what": record.what,
         "passes": [{"name": p.name, "seconds": p.seconds, "what": p.what} for p in record.passes],
         "kept": list(record.graph.kept),
-        **counts,
     }

@@ -71,7 +71,6 @@ class Compilation:
     name: str
     graph: TrainingGraph | None = None
     lifetimes: dict[str, dict[str, Lifetime]] = field(default_factory=dict)
-    records: list[StageRecord] = field(default_factory=list)
 
 
 def parse(compilation: Compilation) -> str:
@@ -136,22 +135,26 @@ OPTIONAL_PASSES: tuple[str, ...] = ()
 """Passes that can be switched off by name."""
 
 
-def run_stages(compilation: Compilation, progress: Callable[[str], None] = lambda name: None) -> None:
+def run_stages(
+    compilation: Compilation,
+    progress: Callable[[str], None] = lambda name: None,
+    finished: Callable[[StageRecord], None] = lambda record: None,
+) -> None:
     """Run every stage, validate after every pass, and record what happened.
 
     :param progress: called with the name of each stage that begins.
+    :param finished: called with the record of each stage that ended; later stages may change its graph.
     :raises CanonicalFormError: when a pass breaks the canonical form.
     """
     for stage in STAGES:
         progress(stage.name)
-        record = StageRecord(stage.name, TrainingGraph(SDFG("empty")), stage.canonical)
+        passes: list[PassRecord] = []
         for name, run in stage.passes:
             start = time.perf_counter()
             what = run(compilation)
             check(compilation, stage)
-            record.passes.append(PassRecord(name, time.perf_counter() - start, what))
-        record.graph = _graph(compilation).copy()
-        compilation.records.append(record)
+            passes.append(PassRecord(name, time.perf_counter() - start, what))
+        finished(StageRecord(stage.name, _graph(compilation), stage.canonical, passes))
 
 
 def check(compilation: Compilation, stage: Stage) -> None:
@@ -159,9 +162,9 @@ def check(compilation: Compilation, stage: Stage) -> None:
     graph = _graph(compilation)
     if stage.canonical:
         validate(graph)
-        return
-    for _, sdfg in graph.graphs():
-        sdfg.validate()
+    elif stage is STAGES[-1]:  # DaCe's validation of a lowered graph takes seconds; nothing reads it before this stage
+        for _, sdfg in graph.graphs():
+            sdfg.validate()
 
 
 def merge_reads(sdfg: SDFG) -> None:

@@ -27,16 +27,17 @@ from stepdown.models.errors import CanonicalFormError
 
 Layout = Literal["direct", "dense", "canonical"]
 
-# Blocks of the result that keep BLAS efficient (measured: within about 5% of one call for the whole), multiples of every
-# micro-kernel's rows and columns.
+# Blocks of the result that keep BLAS efficient (measured: within about 5% of one call for the whole), multiples of
+# every micro-kernel's rows and columns.
 ROW_BLOCK, COLUMN_BLOCK = 192, 256
 
 # Sizes that symbols are given to weigh alternatives (not to decide what is right).
 NOMINAL = {"B": 8, "S": 128}
 NOMINAL_OTHER = 64
 
-# Rough costs in nanoseconds: of a call, of an element that BLAS packs for itself (again for every block), of an element of the result that is
-# read and written again, of a multiplication, and of an element that we pack (in order, and transposed).
+# Rough costs in nanoseconds: of a call, of an element that BLAS packs for itself (again for every block), of an element
+# of the result that is read and written again, of a multiplication, and of an element that we pack (in order, and
+# transposed).
 _CALL, _BLAS_PACKS, _UPDATE, _MULTIPLY = 500.0, 0.3, 1.0, 0.03
 _PACK, _PACK_TRANSPOSED = 2.0, 6.0
 
@@ -206,7 +207,8 @@ def _plans(
     rows = _merge(kinds.rows, extents, {name: strides[name] for name in "ad"})
     columns = _merge(kinds.columns, extents, {name: strides[name] for name in "bd"})
     sums = _merge(kinds.sums, extents, {name: strides[name] for name in "ab"})
-    for row, column, inner in itertools.product(rows or [None], columns or [None], sums or [None]):
+    choices: list[Sequence[Index | None]] = [rows or [None], columns or [None], sums or [None]]
+    for row, column, inner in itertools.product(*choices):
         result = _matrix(row, column, "d")
         if result is None:
             continue

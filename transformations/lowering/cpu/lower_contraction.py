@@ -2,8 +2,8 @@
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
 
-:mod:`~stepdown.transformations.lowering.cpu.contraction_plan` decides what is called. Here the plan becomes an SDFG: maps
-that pack operands, and one parallel map over the loops and over blocks of rows and columns of the result, around a call
+:mod:`~stepdown.transformations.lowering.cpu.contraction_plan` decides what is called. Here the plan becomes an SDFG:
+maps that pack operands, and one parallel map over the loops and over blocks of rows and columns of the result, around a call
 that computes one block on its own thread. The number of blocks follows from the sizes alone, so that a result does not
 depend on the number of threads.
 """
@@ -36,6 +36,7 @@ from stepdown.transformations.lowering.cpu.contraction_plan import (
     normalise,
     plan_contraction,
 )
+from stepdown.transformations.lowering.maps import connect_out, connect_through
 
 IMPLEMENTATION = "cpu"
 
@@ -49,7 +50,7 @@ SMALL_ROW_PARTS, SMALL_COLUMN_PARTS, ENOUGH_LOOPS = 4, 2, 8
 class ExpandContractionCPU(ExpandTransformation):
     """``d = alpha * einsum(a, b) [+ c]`` through ``sgemm`` or ``dgemm``; 16-bit operands are converted to float32.
 
-    Single-state unless letters that are summed over cannot be merged, which makes sequential loops of calls that add up.
+    One state, unless letters that are summed over cannot be merged: those make sequential loops of calls that add up.
     """
 
     environments = [OpenBLAS]
@@ -99,8 +100,8 @@ class _Lowering:
         for name in "ab":
             if containers[name] == containers["d"]:
                 raise CanonicalFormError(
-                    f'operand "{name}" of contraction "{node.name}" is the container "{containers["d"][0]}" of the result; '
-                    f'only operand "c" can be'
+                    f'operand "{name}" of contraction "{node.name}" is the container "{containers["d"][0]}" of the '
+                    f'result; only operand "c" can be'
                 )
         self.plan = plan_contraction(
             (self.dims["a"], self.dims["b"], self.dims["d"]),
@@ -214,7 +215,7 @@ class _Lowering:
         write: nodes.AccessNode,
     ) -> None:
         letters = self._by_stride(target)
-        tasklet, entry, exit_ = state.add_mapped_tasklet(
+        _, entry, _ = state.add_mapped_tasklet(
             label,
             {f"i_{letter}": f"0:{python(self.sizes[letter])}" for letter in letters} or {"i_": "0:1"},
             {name: self._element(node.data, letters) for name, node in inputs.items()},
@@ -273,9 +274,9 @@ class _Lowering:
             language=dace.Language.CPP,
         )
         write = state.add_write(self.target)
-        for connector, node in operands.items():
-            state.add_memlet_path(node, entry, tasklet, dst_conn=connector, memlet=self._whole(node.data))
-        state.add_memlet_path(tasklet, exit_, write, src_conn="result", memlet=self._whole(self.target))
+        reads = {connector: self._whole(node.data) for connector, node in operands.items()}
+        connect_through(state, [entry], tasklet, reads, operands)
+        connect_out(state, tasklet, [exit_], {"result": self._whole(self.target)}, {"result": write})
         return write
 
     def _whole(self, name: str) -> dace.Memlet:
@@ -292,15 +293,12 @@ class _Lowering:
                 if stride != 0:
                     terms[name].append(f"std::int64_t({variable}) * ({cpp(stride)})")
         size = {"rows": "1", "columns": "1"}
-        for variable, index, count in (
-            ("rows", plan.rows, "row_block"),
-            ("columns", plan.columns, "column_block"),
-        ):
-            if index is None:
+        for variable, whole, count in (("rows", plan.rows, "row_block"), ("columns", plan.columns, "column_block")):
+            if whole is None:
                 continue
-            lines.append(f"const stepdown::Block {variable}({cpp(index.extent)}, {cpp(counts[count])}, {count});")
+            lines.append(f"const stepdown::Block {variable}({cpp(whole.extent)}, {cpp(counts[count])}, {count});")
             size[variable] = f"{variable}.size"
-            for name, stride in index.strides.items():
+            for name, stride in whole.strides.items():
                 terms[name].append(f"{variable}.begin * ({cpp(stride)})")
         at = {
             name: " + ".join([pointer, *terms[name]])

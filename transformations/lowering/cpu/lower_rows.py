@@ -18,8 +18,7 @@ from typing import Any
 import dace
 import dace.library
 from dace.sdfg import SDFG, SDFGState
-from dace.sdfg.nodes import NestedSDFG
-from dace.symbolic import int_ceil, int_floor, pystr_to_symbolic, symstr
+from dace.symbolic import int_floor, pystr_to_symbolic, symstr
 from dace.transformation.transformation import ExpandTransformation
 
 from stepdown.models.operators import ROW_OPERATORS, Operator, Statement
@@ -28,6 +27,7 @@ from stepdown.models.operators.operator import PAIR, extent_product
 from stepdown.models.operators.pure import INDEX, compute_type
 from stepdown.models.operators.scratch import operator_sdfg
 from stepdown.models.operators.statements import to_cpp
+from stepdown.transformations.lowering.maps import add_map, add_nested_maps, cpp_tasklet, nest, read_of
 from stepdown.transformations.lowering.passes_of_rows import RowPass, RowProgram, plan_rows
 
 BLOCKS = 64
@@ -41,6 +41,7 @@ WORDS_MARGIN = 8
 
 NARROW = (dace.float16, dace.bfloat16)
 BLOCK, ROW = "i_block", "i_row"
+ROW_BEGIN, ROW_END = "row_begin", "row_end"
 
 
 @dataclass
@@ -101,16 +102,29 @@ class RowLowering:
                     f"out = {self.scalar.ctype}(0);",
                     {"out": self._block_memlet(f"partial_{name}")},
                 )
-        rows = extent_product(self.program.outer, self.sizes)
-        share = int_ceil(rows, BLOCKS)
-        block = pystr_to_symbolic(BLOCK)
+        self._rows_of_block(sdfg, last)
         last = sdfg.add_state_after(last, "rows")
-        stop = dace.symbolic.sympy.Min(share * (block + 1), rows)
-        entry, exit_ = last.add_map(
-            "rows", {ROW: dace.subsets.Range([(share * block, stop - 1, 1)])}, dace.ScheduleType.Sequential
-        )
+        entry, exit_ = last.add_map("rows", {ROW: f"{ROW_BEGIN}:{ROW_END}"}, dace.ScheduleType.Sequential)
+        for name in (ROW_BEGIN, ROW_END):
+            entry.add_in_connector(name)
+            last.add_edge(last.add_read(f"{name}_value"), None, entry, name, dace.Memlet(f"{name}_value[0]"))
         nest(last, self._row([s.target for s in self.program.constants]), entry, exit_, self._row_index())
         return sdfg
+
+    def _rows_of_block(self, sdfg: SDFG, state: SDFGState) -> None:
+        """First row of a block and the one after its last."""
+        rows = symstr(extent_product(self.program.outer, self.sizes), cpp_mode=True)
+        code = (
+            f"const std::int64_t rows = {rows};\n"
+            f"const std::int64_t share = (rows + {BLOCKS - 1}) / {BLOCKS};\n"
+            f"begin = std::min<std::int64_t>(share * {BLOCK}, rows);\n"
+            "end = std::min<std::int64_t>(begin + share, rows);"
+        )
+        tasklet = cpp_tasklet(state, "rows_of_block", (), ("begin", "end"), code)
+        for connector, name in (("begin", ROW_BEGIN), ("end", ROW_END)):
+            sdfg.add_scalar(f"{name}_value", dace.int64, transient=True, storage=dace.StorageType.Register)
+            write = state.add_write(f"{name}_value")
+            state.add_edge(tasklet, connector, write, None, dace.Memlet(f"{name}_value[0]"))
 
     def _row_index(self) -> dict[str, Any]:
         """Index in each outer dimension from the number of the row."""
@@ -207,7 +221,7 @@ class RowLowering:
         outputs: dict[str, dace.Memlet],
     ) -> None:
         ranges = {INDEX + letter: f"0:{self.sizes[letter]}" for letter in self.program.inner} or {"i_one": "0:1"}
-        add_map(state, label, ranges, inputs, code, outputs, dace.ScheduleType.Sequential)
+        add_map(state, label, ranges, inputs, code, outputs)
 
     def _scalar_tasklet(self, sdfg: SDFG, state: SDFGState, statements: list[Statement]) -> None:
         """One tasklet with statements that give a value a row, or one for all rows."""
@@ -298,7 +312,7 @@ class RowLowering:
                 outputs[f"out_{statement.target}"] = self._memory_memlet(statement.target)
                 ctype = self.sdfg.arrays[statement.target].dtype.ctype
                 lines.append(f"out_{statement.target} = static_cast<{ctype}>(v_{statement.target});")
-        add_map(store, "store", ranges, inputs, "\n".join(lines), outputs, dace.ScheduleType.Sequential)
+        add_map(store, "store", ranges, inputs, "\n".join(lines), outputs)
         entry, exit_ = state.add_map("columns", {"i_chunk": chunk_range}, dace.ScheduleType.CPU_Multicore)
         nest(state, body, entry, exit_, {})
 
@@ -401,102 +415,6 @@ class RowLowering:
             position=lambda letter: INDEX + letter,
             rename=rename,
         )
-
-
-# ---- building blocks of maps ---------------------------------------------------------------------------------------
-
-
-def cpp_tasklet(
-    state: SDFGState, label: str, inputs: Iterable[str], outputs: Iterable[str], code: str
-) -> dace.nodes.Tasklet:
-    """A tasklet in C++."""
-    return state.add_tasklet(label, dict.fromkeys(inputs), dict.fromkeys(outputs), code, language=dace.Language.CPP)
-
-
-def read_of(state: SDFGState, name: str) -> dace.nodes.AccessNode:
-    """The access node that a state reads ``name`` from."""
-    for node in state.data_nodes():
-        if node.data == name and state.in_degree(node) == 0:
-            return node
-    return state.add_read(name)
-
-
-def add_map(
-    state: SDFGState,
-    label: str,
-    ranges: Mapping[str, str],
-    inputs: Mapping[str, dace.Memlet],
-    code: str,
-    outputs: Mapping[str, dace.Memlet],
-    schedule: dace.ScheduleType,
-) -> None:
-    """A map around one C++ tasklet, connected to the containers of its memlets."""
-    state.add_mapped_tasklet(
-        label, dict(ranges), dict(inputs), code, dict(outputs), schedule=schedule, language=dace.Language.CPP, external_edges=True
-    )  # fmt: skip
-
-
-def add_nested_maps(
-    state: SDFGState,
-    label: str,
-    outer: Mapping[str, str],
-    inner: Mapping[str, str],
-    inputs: Mapping[str, dace.Memlet],
-    code: str,
-    outputs: Mapping[str, dace.Memlet],
-) -> None:
-    """Two sequential maps around one C++ tasklet."""
-    outer_entry, outer_exit = state.add_map(f"{label}_outer", dict(outer), dace.ScheduleType.Sequential)
-    inner_entry, inner_exit = state.add_map(label, dict(inner), dace.ScheduleType.Sequential)
-    tasklet = cpp_tasklet(state, label, inputs, outputs, code)
-    for connector, memlet in inputs.items():
-        source = read_of(state, memlet.data)
-        state.add_memlet_path(source, outer_entry, inner_entry, tasklet, dst_conn=connector, memlet=memlet)
-    for connector, memlet in outputs.items():
-        state.add_memlet_path(
-            tasklet, inner_exit, outer_exit, state.add_write(memlet.data), src_conn=connector, memlet=memlet
-        )
-
-
-def nest(
-    state: SDFGState, body: SDFG, entry: dace.nodes.MapEntry, exit_: dace.nodes.MapExit, symbols: Mapping[str, Any]
-) -> NestedSDFG:
-    """Put ``body`` into a map; it sees the parent's containers of the same names, and ``symbols`` under new values."""
-    reads, writes = used_containers(body)
-    used = {str(symbol) for symbol in body.free_symbols}
-    for name in [name for name in body.symbols if name not in used]:
-        body.remove_symbol(name)
-    mapping = {name: symbols.get(name, pystr_to_symbolic(name)) for name in sorted(used)}
-    nested = state.add_nested_sdfg(
-        body, dict.fromkeys(sorted(reads)), dict.fromkeys(sorted(writes)), symbol_mapping=mapping
-    )
-    parent = state.sdfg
-    for name in sorted(reads):
-        memlet = dace.Memlet.from_array(name, parent.arrays[name])
-        state.add_memlet_path(read_of(state, name), entry, nested, dst_conn=name, memlet=memlet)
-    for name in sorted(writes):
-        memlet = dace.Memlet.from_array(name, parent.arrays[name])
-        state.add_memlet_path(nested, exit_, state.add_write(name), src_conn=name, memlet=memlet)
-    if not reads:
-        state.add_edge(entry, None, nested, None, dace.Memlet())
-    return nested
-
-
-def used_containers(body: SDFG) -> tuple[set[str], set[str]]:
-    """What a nested SDFG reads before it writes it, and what it writes; containers that it does not use are removed."""
-    reads: set[str] = set()
-    writes: set[str] = set()
-    for state in body.states():
-        for node in state.data_nodes():
-            if body.arrays[node.data].transient:
-                continue
-            if state.out_degree(node) > 0:
-                reads.add(node.data)
-            if state.in_degree(node) > 0:
-                writes.add(node.data)
-    for name in [n for n, d in body.arrays.items() if not d.transient and n not in reads | writes]:
-        body.remove_data(name)
-    return reads, writes
 
 
 @dace.library.expansion
