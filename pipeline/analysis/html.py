@@ -120,7 +120,7 @@ def _annotated(file: Path, records: Iterable[NodeRecord]) -> str:
         costs = [quantity(record.bytes_moved, "B")] if not isinstance(record.bytes_moved, str) else []
         if record.flop is not None and not isinstance(record.flop, str):
             costs.insert(0, quantity(record.flop, "flop"))
-        if record.dims and costs and record.state < len(states):
+        if record.kind != "Map" and costs and record.state < len(states):
             node = states[record.state]["nodes"][record.node]
             node["label"] = f"{node['label']} · {' · '.join(costs)}"
     return json.dumps(graph)
