@@ -5,6 +5,7 @@ The pages open from disk, without a server or a network: the viewer comes with t
 
 import html
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
@@ -25,6 +26,7 @@ VIEWER_FILES = ("LICENSE", "dist", "external_lib")
 
 _ASSETS = resources.files("stepdown.pipeline.analysis") / "assets"
 _COPIED = ("page.css", "index.js", "stage.js", "icons.js")
+_LONG_SYMBOL = re.compile(r"symbol\(\$(\w+), dtype=[\w.]+\)")
 _NOT_NEEDED = ("sdfv_jupyter.js",)
 _COLUMNS = (("kernels", None), ("containers", None), ("flop", "flop"), ("bytes_moved", "B"), ("kept_bytes", "B"))
 
@@ -123,7 +125,8 @@ def _annotated(file: Path, records: Iterable[NodeRecord]) -> str:
         if record.kind != "Map" and costs and record.state < len(states):
             node = states[record.state]["nodes"][record.node]
             node["label"] = f"{node['label']} · {' · '.join(costs)}"
-    return json.dumps(graph)
+    # DaCe writes a symbol with an unusual type out in full wherever it stands in an expression.
+    return _LONG_SYMBOL.sub(r"\1", json.dumps(graph))
 
 
 def _as_script(text: str) -> str:
