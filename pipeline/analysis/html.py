@@ -26,7 +26,7 @@ VIEWER_FILES = ("LICENSE", "dist", "external_lib")
 
 _ASSETS = resources.files("stepdown.pipeline.analysis") / "assets"
 _COPIED = ("page.css", "index.js", "stage.js", "icons.js")
-_LONG_SYMBOL = re.compile(r"symbol\(\$(\w+), dtype=[\w.]+\)")
+_LONG_SYMBOL = re.compile(r"symbol\(\$(\w+), dtype=[^()]*\)")
 _NOT_NEEDED = ("sdfv_jupyter.js",)
 _COLUMNS = (("kernels", None), ("containers", None), ("flop", "flop"), ("bytes_moved", "B"), ("kept_bytes", "B"))
 

@@ -92,6 +92,12 @@ def test_nodes_carry_their_costs(pages: Path) -> None:
     assert "project · 384 flop · 416 B" in labels
 
 
+def test_symbols_are_letters(pages: Path) -> None:
+    graph = saved_graph(pages / "stages" / "00-parse.forward.html")
+    assert graph["attributes"]["_arrays"]["x"]["attributes"]["shape"] == ["B", "S", "4"]
+    assert "dtype=dace" not in json.dumps(graph)
+
+
 def test_a_graph_cannot_end_the_script_it_stands_in(pages: Path) -> None:
     text = (pages / "stages" / "00-parse.forward.html").read_text()
     (literal,) = re.findall(r"const savedGraph = (.*);</script>", text)
