@@ -230,7 +230,7 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
     """Run every stage and write the build folder; the manifest comes last."""
     cpu.register()
     compilation = Compilation(
-        options.definition, options.batch, options.seq, options.dtype, find_target(options.target), f"layer_{key[:16]}"
+        options.definition, options.batch, options.seq, options.dtype, find_target(options.target), f"layer_{key[:16]}", options.disable
     )
     stages: list[dict[str, Any]] = []
     with dace_configuration(options.optimize):

@@ -21,6 +21,7 @@ from stepdown.models.dtypes import DataType
 from stepdown.models.encoder import INPUT, OUTPUT, encoder_program
 from stepdown.transformations.canonical_form import the_state, validate
 from stepdown.transformations.differentiate import differentiate
+from stepdown.transformations.fusion.fuse_row_operators import FuseRowOperators
 from stepdown.transformations.lowering.lower_operators import lower_operators
 from stepdown.transformations.schedule.plan_workspace import Lifetime, plan_workspace
 from stepdown.transformations.training_graph import TrainingGraph
@@ -69,6 +70,7 @@ class Compilation:
     dtype: DataType
     target: Target
     name: str
+    disable: tuple[str, ...] = ()
     graph: TrainingGraph | None = None
     lifetimes: dict[str, dict[str, Lifetime]] = field(default_factory=dict)
 
@@ -96,6 +98,12 @@ def differentiate_stage(compilation: Compilation) -> str:
     return f"{len(list(operator_nodes(graph.backward)))} operators in the backward pass, {len(graph.kept)} containers kept"
 
 
+def fuse_row_operators(compilation: Compilation) -> str:
+    """Row and element-wise operators that share data -> row groups."""
+    compilation.graph, what = FuseRowOperators().apply(_graph(compilation))
+    return what
+
+
 def lower(compilation: Compilation) -> str:
     """Operators -> maps and library calls of the target."""
     graph = _graph(compilation)
@@ -116,22 +124,24 @@ def schedule(compilation: Compilation) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its name, its only pass or passes, and whether it leaves graphs in canonical form."""
+    """A stage: its name, its passes, whether it leaves graphs in canonical form, and whether its passes are optional."""
 
     name: str
     passes: tuple[tuple[str, Callable[[Compilation], str]], ...]
     canonical: bool
+    optional: bool = False
 
 
 STAGES: tuple[Stage, ...] = (
     Stage("parse", (("parse", parse),), True),
     Stage("differentiate", (("differentiate", differentiate_stage),), True),
+    Stage("fuse", (("fuse-row-operators", fuse_row_operators),), True, optional=True),
     Stage("lower", (("lower-operators", lower),), False),
     Stage("schedule", (("plan-workspace", schedule),), False),
 )
 """Every stage that changes the graph, in order."""
 
-OPTIONAL_PASSES: tuple[str, ...] = ()
+OPTIONAL_PASSES: tuple[str, ...] = tuple(name for stage in STAGES if stage.optional for name, _ in stage.passes)
 """Passes that can be switched off by name."""
 
 
@@ -150,6 +160,9 @@ def run_stages(
         progress(stage.name)
         passes: list[PassRecord] = []
         for name, run in stage.passes:
+            if name in compilation.disable:
+                passes.append(PassRecord(name, 0.0, f"{name} switched off"))
+                continue
             start = time.perf_counter()
             what = run(compilation)
             check(compilation, stage)

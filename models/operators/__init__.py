@@ -13,6 +13,7 @@ from stepdown.models.operators.normalization import (
 )
 from stepdown.models.operators.operator import Operator, OperatorClass
 from stepdown.models.operators.pure import ExpandStatementsPure
+from stepdown.models.operators.row_group import MEMBER_KINDS, Member, RowGroup
 from stepdown.models.operators.statements import Statement
 
 ROW_OPERATORS: tuple[type[Operator], ...] = (
@@ -28,6 +29,7 @@ ROW_OPERATORS: tuple[type[Operator], ...] = (
     LayerNormParameterGradient,
     Relu,
     ReluGradient,
+    RowGroup,
     Scale,
     Softmax,
     SoftmaxGradient,
@@ -42,6 +44,7 @@ for _operator in ROW_OPERATORS:
     _operator.register_implementation("pure", ExpandStatementsPure)
 
 __all__ = [
+    "MEMBER_KINDS",
     "OPERATORS",
     "ROW_OPERATORS",
     "Add",
@@ -55,10 +58,12 @@ __all__ = [
     "LayerNorm",
     "LayerNormGradient",
     "LayerNormParameterGradient",
+    "Member",
     "Operator",
     "OperatorClass",
     "Relu",
     "ReluGradient",
+    "RowGroup",
     "Scale",
     "Softmax",
     "SoftmaxGradient",

@@ -40,7 +40,7 @@ def statement_code(statement: Statement, dims: str, sizes: dict[str, Any], scala
     if statement.random is not None:
         index = dace.symbolic.symstr(linear_index(dims, sizes), cpp_mode=True)
         return (
-            f"out = stepdown::philox_word({OPERAND}rng[0], {OPERAND}rng[1], {statement.random}u, "
+            f"out = stepdown::philox_word({OPERAND}{statement.rng}[0], {OPERAND}{statement.rng}[1], {statement.random}u, "
             f"static_cast<std::uint64_t>({index}));"
         )
     text = to_cpp(

@@ -40,8 +40,9 @@ class Statement:
     :param expression: the formula; empty for a random word.
     :param reduction: combines the formula over the operator's dimensions that ``dims`` lacks.
     :param kind: ``compute``: the accumulation type; ``word``: an unsigned 32-bit integer.
-    :param random: number of the dropout site whose Philox word of the element is the value (needs operand ``rng``).
+    :param random: number of the dropout site whose Philox word of the element is the value.
     :param guard: a random word need not be made where this earlier constant is zero (nobody will look at it).
+    :param rng: operand with the generator's (seed, offset), for a random word.
     """
 
     target: str
@@ -51,11 +52,12 @@ class Statement:
     kind: ScalarKind = "compute"
     random: int | None = None
     guard: str | None = None
+    rng: str = "rng"
 
     def names(self) -> list[str]:
         """Operands and temporaries that the formula reads, in order of appearance."""
         if self.random is not None:
-            return ["rng"] + ([self.guard] if self.guard is not None else [])
+            return [self.rng] + ([self.guard] if self.guard is not None else [])
         found: list[str] = []
         for node in ast.walk(ast.parse(self.expression, mode="eval")):
             if isinstance(node, ast.Name) and node.id not in found:
@@ -76,6 +78,7 @@ class Statement:
             target=names.get(self.target, self.target),
             expression=ast.unparse(tree) if tree is not None else "",
             guard=names.get(self.guard, self.guard) if self.guard is not None else None,
+            rng=names.get(self.rng, self.rng),
         )
 
     def flop(self) -> int:

@@ -115,7 +115,8 @@ def plan_rows(
             _grow(program, place)
             program.passes[place].elements.append(statement)
             level[statement.target] = place
-            is_element[statement.target] = place
+            if statement.random is None:  # the words of a row lie in a buffer of their own anyway
+                is_element[statement.target] = place
         _note_buffers(program, statement, place, is_element)
     return program
 

@@ -259,7 +259,7 @@ class RowLowering:
             f"stepdown::philox_blocks(in_rng[0], in_rng[1], {statement.random}u, first >> 2, (skipped + {length} + 3) / 4, "
             "words + 4 - skipped);"
         )
-        inputs = {"in_rng": dace.Memlet("rng[0:2]")}
+        inputs = {"in_rng": dace.Memlet(f"{statement.rng}[0:2]")}
         if statement.guard is not None:
             inputs["guard"] = dace.Memlet(f"{statement.guard}[0]")
             fill = f"if (guard != 0) {{\n{fill}\n}}"
@@ -388,6 +388,8 @@ class RowLowering:
             return dace.Memlet(f"{self._scalar_name(name)}[0]")
         if name in self._buffers():
             return self._block_memlet(f"buffer_{name}")
+        if any(statement.target == name for statement in self._random()):
+            return self._words_memlet(name)
         return self._memory_memlet(name)
 
     def _block_memlet(self, name: str) -> dace.Memlet:
