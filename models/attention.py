@@ -20,11 +20,12 @@ from stepdown.models.operators.vocabulary import (
     softmax,
 )
 
-Extent = int | dace.symbol
+Extent = Any
+"""An integer or a DaCe symbol (mypy does not know DaCe's types)."""
 
 
 def symbolic_extents(batch: int | None, seq: int | None) -> tuple[Extent, Extent]:
-    """Batch and sequence length as they stand in shapes: the number where it is fixed, symbol B or S where it is not."""
+    """Batch and sequence length as they stand in shapes: a number where fixed, the symbol B or S where not."""
     return (
         dace.symbol("B", dace.int64, positive=True) if batch is None else batch,
         dace.symbol("S", dace.int64, positive=True) if seq is None else seq,
@@ -57,7 +58,7 @@ def attention_program(definition: EncoderLayer, batch: int | None, seq: int | No
         value_bias: scalar[H, P],
         attention_output_weight: scalar[E, H, P],
         attention_output_bias: scalar[E],
-    ):
+    ) -> Any:
         query_product = contraction(x, query_weight, "BSE,HPE->BSHP", name="query_product")
         key_product = contraction(x, key_weight, "BTE,HPE->BTHP", name="key_product")
         value_product = contraction(x, value_weight, "BTE,HPE->BTHP", name="value_product")

@@ -66,7 +66,7 @@ def encoder_program(definition: EncoderLayer, batch: int | None, seq: int | None
         output_bias: scalar[E],
         output_norm_weight: scalar[E],
         output_norm_bias: scalar[E],
-    ):
+    ) -> Any:
         if pre:
             attention_input = layer_norm(
                 x, attention_norm_weight, attention_norm_bias, "BSE", eps, name="attention_norm"

@@ -218,7 +218,9 @@ def _empty_folder(folder: Path) -> Path:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if not (folder / MANIFEST).is_file():
-                raise OptionError(f'output "{folder}" holds other files; accepted is a new or empty folder, or a build.')
+                raise OptionError(
+                    f'output "{folder}" holds other files; accepted is a new or empty folder, or a build.'
+                )
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -230,7 +232,13 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
     """Run every stage and write the build folder; the manifest comes last."""
     cpu.register()
     compilation = Compilation(
-        options.definition, options.batch, options.seq, options.dtype, find_target(options.target), f"layer_{key[:16]}", options.disable
+        options.definition,
+        options.batch,
+        options.seq,
+        options.dtype,
+        find_target(options.target),
+        f"layer_{key[:16]}",
+        options.disable,
     )
     stages: list[dict[str, Any]] = []
     with dace_configuration(options.optimize):

@@ -19,13 +19,13 @@ from dace.sdfg import SDFG, nodes
 from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import DataType
 from stepdown.models.encoder import INPUT, OUTPUT, encoder_program
+from stepdown.pipeline.target import Target
 from stepdown.transformations.canonical_form import the_state, validate
 from stepdown.transformations.differentiate import differentiate
 from stepdown.transformations.fusion.fuse_row_operators import FuseRowOperators
 from stepdown.transformations.lowering.lower_operators import lower_operators
 from stepdown.transformations.schedule.plan_workspace import Lifetime, plan_workspace
 from stepdown.transformations.training_graph import TrainingGraph
-from stepdown.pipeline.target import Target
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def differentiate_stage(compilation: Compilation) -> str:
     assert graph.backward is not None
     graph.backward.name = f"{compilation.name}_backward"
     compilation.graph = graph
-    return f"{len(list(operator_nodes(graph.backward)))} operators in the backward pass, {len(graph.kept)} containers kept"
+    return (
+        f"{len(list(operator_nodes(graph.backward)))} operators in the backward pass, {len(graph.kept)} containers kept"
+    )
 
 
 def fuse_row_operators(compilation: Compilation) -> str:
@@ -124,7 +126,7 @@ def schedule(compilation: Compilation) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its name, its passes, whether it leaves graphs in canonical form, and whether its passes are optional."""
+    """A stage: name, passes, whether it leaves graphs in canonical form, and whether its passes are optional."""
 
     name: str
     passes: tuple[tuple[str, Callable[[Compilation], str]], ...]

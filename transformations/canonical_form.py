@@ -67,7 +67,7 @@ def container_dims(sdfg: SDFG) -> dict[str, str]:
         dims = node.operand_dims()
         for connector, name, _ in operand_edges(state, node):
             whole = len(sdfg.arrays[name].shape) == max(len(dims[connector]), 1)  # DaCe has no shape ()
-            if whole and (name not in found or "T" in found[name] and "T" not in dims[connector]):
+            if whole and (name not in found or ("T" in found[name] and "T" not in dims[connector])):
                 found[name] = dims[connector]
     return found
 
@@ -127,11 +127,15 @@ def validate_sdfg(sdfg: SDFG) -> None:
             _validate_operator(sdfg, state, node, dims)
         else:
             kind = type(node).__name__
-            raise CanonicalFormError(f'node "{node}" of graph "{sdfg.name}" is a {kind}, not an operator (rules 1 and 5)')
+            raise CanonicalFormError(
+                f'node "{node}" of graph "{sdfg.name}" is a {kind}, not an operator (rules 1 and 5)'
+            )
     used = {node.data for node in state.data_nodes()}
     for name, descriptor in sdfg.arrays.items():
         if isinstance(descriptor, (data.View, data.Reference, data.Stream)):
-            raise CanonicalFormError(f'container "{name}" is a {type(descriptor).__name__}, not an array or scalar (rule 3)')
+            raise CanonicalFormError(
+                f'container "{name}" is a {type(descriptor).__name__}, not an array or scalar (rule 3)'
+            )
         if descriptor.transient and name not in used:
             raise CanonicalFormError(f'temporary "{name}" of graph "{sdfg.name}" is never used (rule 3)')
         if descriptor.transient and name not in written:
@@ -164,5 +168,6 @@ def _validate_operator(sdfg: SDFG, state: SDFGState, node: Operator, dims: dict[
         letters = canonical_dims(own[connector])
         if len(sdfg.arrays[name].shape) == len(letters) and dims.setdefault(name, letters) != letters:
             raise CanonicalFormError(
-                f'container "{name}" has dimensions "{dims[name]}" for one operator and "{letters}" for "{node.name}" (rule 2)'
+                f'container "{name}" has dimensions "{dims[name]}" for one operator and "{letters}" for '
+                f'"{node.name}" (rule 2)'
             )

@@ -80,13 +80,18 @@ class _Flattener:
         found: list[tuple[SDFGState, nodes.NestedSDFG]] = []
         for block in self.raw.bfs_nodes(self.raw.start_block):
             if not isinstance(block, SDFGState):
-                raise CanonicalFormError(f'backward graph "{self.raw.name}" has control flow, which no operator produces')
+                raise CanonicalFormError(
+                    f'backward graph "{self.raw.name}" has control flow, which no operator produces'
+                )
             for node in topological_nodes(block):
                 if isinstance(node, nodes.NestedSDFG):
                     found.append((block, node))
-                elif isinstance(node, (nodes.Tasklet, nodes.LibraryNode)) and block.in_edges(node):
-                    if any(edge.dst_conn is not None for edge in block.in_edges(node)):
-                        raise CanonicalFormError(f'backward graph "{self.raw.name}" computes outside its rules, in "{node}"')
+                elif isinstance(node, (nodes.Tasklet, nodes.LibraryNode)) and any(
+                    edge.dst_conn is not None for edge in block.in_edges(node)
+                ):
+                    raise CanonicalFormError(
+                        f'backward graph "{self.raw.name}" computes outside its rules, in "{node}"'
+                    )
         return found
 
     def _outputs(self, rule: nodes.NestedSDFG) -> list[dace.sdfg.graph.MultiConnectorEdge]:
@@ -133,7 +138,11 @@ class _Flattener:
                 names[inner] = self._declare(inner, sdfg.arrays[inner], transient=True)
             else:
                 sole = self.writers[target] == 1
-                wanted = target if sole else f"{target}_of_{node.name.removesuffix('_gradient_a').removesuffix('_gradient_b')}"
+                wanted = (
+                    target
+                    if sole
+                    else f"{target}_of_{node.name.removesuffix('_gradient_a').removesuffix('_gradient_b')}"
+                )
                 names[inner] = self._declare(wanted, self.raw.arrays[target], transient=True)
                 self._contribute(target, names[inner])
             outputs[edge.src_conn] = names[inner]
@@ -169,7 +178,9 @@ class _Flattener:
             self.sdfg.arrays[total].transient = False
             return
         self._declare(wanted, self.raw.arrays[gradient], transient=False)
-        connect_operator(self.sdfg, self.state, Scale(f"{wanted}_copy", self._dims(wanted)), {"x": total}, {"y": wanted})
+        connect_operator(
+            self.sdfg, self.state, Scale(f"{wanted}_copy", self._dims(wanted)), {"x": total}, {"y": wanted}
+        )
 
     def _drop_unread(self) -> None:
         """Remove operators whose results nobody reads."""

@@ -33,7 +33,9 @@ class Dropout(Operator):
     outputs = ("y",)
     implementations: dict[str, Any] = {}
 
-    site = properties.Property(dtype=int, default=0, desc="Number of the dropout site: the operator's own random stream")
+    site = properties.Property(
+        dtype=int, default=0, desc="Number of the dropout site: the operator's own random stream"
+    )
 
     def __init__(self, name: str = "dropout", dims: str = "BSE", site: int = 0, **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)

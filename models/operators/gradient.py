@@ -77,9 +77,7 @@ class GradientRule:
     def forward(self, source: str, connector: str) -> None:
         """The gradient of ``connector`` is the container ``source`` itself."""
         target = self.gradient_of(connector)
-        self.state.add_nedge(
-            self.state.add_read(source), self.state.add_write(target), make_memlet(self.sdfg, source)
-        )
+        self.state.add_nedge(self.state.add_read(source), self.state.add_write(target), make_memlet(self.sdfg, source))
 
     def finish(self) -> tuple[nodes.NestedSDFG, BackwardResult]:
         """Add the rule to the backward graph."""
@@ -107,7 +105,7 @@ class GradientRule:
 def connect_operator(
     sdfg: SDFG, state: SDFGState, operator: Operator, inputs: dict[str, str], outputs: dict[str, str]
 ) -> None:
-    """Put ``operator`` into ``state`` with an access node for each operand; a container's last access node is reused."""
+    """Put ``operator`` into ``state``, with an access node for each operand; a container's last one is reused."""
     state.add_node(operator)
     for connector, name in inputs.items():
         written = [n for n in state.data_nodes() if n.data == name and state.in_degree(n) > 0]

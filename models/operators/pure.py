@@ -1,4 +1,4 @@
-"""The pure expansion of row and element-wise operators: one sequential map for each statement, right for every layout."""
+"""The pure expansion of row and element-wise operators: a sequential map for each statement, for every layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def statement_code(statement: Statement, dims: str, sizes: dict[str, Any], scala
     if statement.random is not None:
         index = dace.symbolic.symstr(linear_index(dims, sizes), cpp_mode=True)
         return (
-            f"out = stepdown::philox_word({OPERAND}{statement.rng}[0], {OPERAND}{statement.rng}[1], {statement.random}u, "
+            f"out = stepdown::philox_word({OPERAND}{statement.rng}[0], {OPERAND}{statement.rng}[1], "
+            f"{statement.random}u, "
             f"static_cast<std::uint64_t>({index}));"
         )
     text = to_cpp(

@@ -72,14 +72,17 @@ class RowGroup(Operator):
 
     text = properties.Property(dtype=str, default="[]", desc="Members as JSON: kind, name, options, values")
 
-    def __init__(self, name: str = "row_group", members: Iterable[Member] = (), outputs: Iterable[str] = (), **kwargs: Any):
+    def __init__(
+        self, name: str = "row_group", members: Iterable[Member] = (), outputs: Iterable[str] = (), **kwargs: Any
+    ):
         listed = list(members)
         dims = listed[0].operator.dims if listed else "E"
         super().__init__(name, dims, **kwargs)
         for member in listed:
             if member.operator.dims != dims:
                 raise CanonicalFormError(
-                    f'member "{member.operator.name}" of group "{name}" runs over "{member.operator.dims}", the group over "{dims}"'
+                    f'member "{member.operator.name}" of group "{name}" runs over "{member.operator.dims}", '
+                    f'the group over "{dims}"'
                 )
         self.text = json.dumps([_to_json(member) for member in listed])
         written = self.written_values()

@@ -85,7 +85,7 @@ def dropout(x: Any, rng: Any, p: Any, dims: str, site: int, name: str = "dropout
 
 
 def _register(function: Callable[..., Any], operator: type[Operator], connectors: dict[str, str]) -> None:
-    """Let DaCe's frontend turn calls of ``function`` into ``operator``; ``connectors`` names the operands' arguments."""
+    """Let the frontend turn calls of ``function`` into ``operator``; ``connectors`` names the operands' arguments."""
 
     def replacement(visitor: Any, sdfg: SDFG, state: SDFGState, *arguments: Any, **options: Any) -> str:
         code = function.__code__

@@ -8,7 +8,6 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,7 +19,8 @@ from stepdown.models.operators import OperatorClass
 from stepdown.transformations.canonical_form import operators, the_state
 from stepdown.transformations.training_graph import TrainingGraph
 
-Count = sympy.Expr | int
+Count = Any
+"""A SymPy expression or an integer (SymPy has no types)."""
 
 
 @dataclass(frozen=True)

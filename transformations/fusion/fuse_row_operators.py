@@ -115,7 +115,10 @@ class _Fusion:
             return False
         members = {*first.members, *second.members}
         return all(
-            edge.dst in members for access in self.state.data_nodes() if access.data == name for edge in self.state.out_edges(access)
+            edge.dst in members
+            for access in self.state.data_nodes()
+            if access.data == name
+            for edge in self.state.out_edges(access)
         )
 
     def _full(self, name: str, dims: str) -> bool:
@@ -150,7 +153,9 @@ class _Fusion:
             block = pending.pop()
             if any(member in self.after[node] for node in block for member in members):
                 return False
-            below = [other for other in waiting if any(node in self.after[source] for source in block for node in other)]
+            below = [
+                other for other in waiting if any(node in self.after[source] for source in block for node in other)
+            ]
             waiting = [other for other in waiting if other not in below]
             pending += below
         return True
@@ -197,7 +202,9 @@ class _Fusion:
 
     def _node(self, group: _Group, name: str) -> RowGroup:
         members = [
-            Member(_over(node, group.dims), {connector: value for connector, value, _ in operand_edges(self.state, node)})
+            Member(
+                _over(node, group.dims), {connector: value for connector, value, _ in operand_edges(self.state, node)}
+            )
             for node in group.members
         ]
         return RowGroup(name, members, self._outputs(group))
@@ -236,4 +243,3 @@ def _over(node: Operator, dims: str) -> Operator:
         if prop.attr_name not in base:
             options[prop.attr_name] = _common_dims(value) if prop.attr_name.endswith("dims") else value
     return type(node)(name=node.name, **options)
-

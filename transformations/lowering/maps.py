@@ -130,7 +130,9 @@ def nest(
         body, dict.fromkeys(sorted(reads)), dict.fromkeys(sorted(writes)), symbol_mapping=mapping
     )
     arrays = state.sdfg.arrays
-    connect_through(state, [entry], nested, {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(reads)})
+    connect_through(
+        state, [entry], nested, {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(reads)}
+    )
     connect_out(state, nested, [exit_], {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(writes)})
     return nested
 

@@ -71,9 +71,7 @@ def row_dims(statements: Sequence[Statement], dims: str) -> tuple[str, str]:
     return outer, dims[len(outer) :]
 
 
-def plan_rows(
-    statements: Sequence[Statement], dims: str, operands: Mapping[str, str]
-) -> RowProgram:
+def plan_rows(statements: Sequence[Statement], dims: str, operands: Mapping[str, str]) -> RowProgram:
     """Sort statements into passes.
 
     :param operands: dimensions of the operands that are there before the group runs.

@@ -30,7 +30,7 @@ class Lifetime:
 def plan_workspace(sdfg: SDFG) -> dict[str, Lifetime]:
     """Make all temporaries of a lowered graph arguments, in place.
 
-    :param sdfg: a chain of states, as :func:`stepdown.transformations.lowering.lower_operators.lower_operators` leaves it.
+    :param sdfg: a chain of states, as ``lower_operators`` leaves it.
     :returns: the lifetime of every former temporary.
     :raises CanonicalFormError: when the graph is not a chain of states.
     """

@@ -256,8 +256,8 @@ class RowLowering:
         fill = (
             f"const std::uint64_t first = static_cast<std::uint64_t>({ROW}) * ({length});\n"
             "const std::int64_t skipped = static_cast<std::int64_t>(first & 3u);\n"
-            f"stepdown::philox_blocks(in_rng[0], in_rng[1], {statement.random}u, first >> 2, (skipped + {length} + 3) / 4, "
-            "words + 4 - skipped);"
+            f"stepdown::philox_blocks(in_rng[0], in_rng[1], {statement.random}u, first >> 2, "
+            f"(skipped + {length} + 3) / 4, words + 4 - skipped);"
         )
         inputs = {"in_rng": dace.Memlet(f"{statement.rng}[0:2]")}
         if statement.guard is not None:
@@ -276,7 +276,7 @@ class RowLowering:
     def _columns_state(self, rows: SDFGState) -> None:
         """After all rows: add the blocks' sums up and store what follows from them."""
         state = self.sdfg.add_state_after(rows, "columns")
-        first, *rest = self.program.inner
+        first, rest = self.program.inner[0], self.program.inner[1:]
         extent = self.sizes[first]
         names = [f"partial_{name}" for name in self._columns()]
         final_outputs = [s.target for s in self.program.final if s.target in self.outputs]
