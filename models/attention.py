@@ -45,7 +45,7 @@ def attention_program(definition: EncoderLayer, batch: int | None, seq: int | No
     biases, causal, drops = definition.bias, definition.causal, definition.attention_dropout > 0
 
     @dace.program
-    def attention(
+    def attention(  # type: ignore[no-untyped-def]  # DaCe takes a return annotation for a container
         x: scalar[B, S, E],
         attention_mask: dace.bool_[B, S],
         rng: dace.int64[2],
@@ -58,7 +58,7 @@ def attention_program(definition: EncoderLayer, batch: int | None, seq: int | No
         value_bias: scalar[H, P],
         attention_output_weight: scalar[E, H, P],
         attention_output_bias: scalar[E],
-    ) -> Any:
+    ):
         query_product = contraction(x, query_weight, "BSE,HPE->BSHP", name="query_product")
         key_product = contraction(x, key_weight, "BTE,HPE->BTHP", name="key_product")
         value_product = contraction(x, value_weight, "BTE,HPE->BTHP", name="value_product")
@@ -84,8 +84,9 @@ def attention_program(definition: EncoderLayer, batch: int | None, seq: int | No
         context = contraction(dropped, value, "BHST,BTHP->BSHP", name="context")
         product = contraction(context, attention_output_weight, "BSHP,EHP->BSE", name="attention_product")
         if biases:
-            return bias(product, attention_output_bias, "BSE", "E", name="attention_output")
+            out = bias(product, attention_output_bias, "BSE", "E", name="attention_output")
         else:
-            return product
+            out = product
+        return out
 
     return attention

@@ -43,7 +43,7 @@ def encoder_program(definition: EncoderLayer, batch: int | None, seq: int | None
     approximate = "tanh" if definition.activation == "gelu_tanh" else "none"
 
     @dace.program
-    def encoder(
+    def encoder(  # type: ignore[no-untyped-def]  # DaCe takes a return annotation for a container
         x: scalar[B, S, E],
         attention_mask: dace.bool_[B, S],
         rng: dace.int64[2],
@@ -66,7 +66,7 @@ def encoder_program(definition: EncoderLayer, batch: int | None, seq: int | None
         output_bias: scalar[E],
         output_norm_weight: scalar[E],
         output_norm_bias: scalar[E],
-    ) -> Any:
+    ):
         if pre:
             attention_input = layer_norm(
                 x, attention_norm_weight, attention_norm_bias, "BSE", eps, name="attention_norm"
@@ -124,8 +124,9 @@ def encoder_program(definition: EncoderLayer, batch: int | None, seq: int | None
             output_branch = output
         output_sum = add(output_branch, hidden, "BSE", name="output_residual")
         if pre:
-            return output_sum
+            out = output_sum
         else:
-            return layer_norm(output_sum, output_norm_weight, output_norm_bias, "BSE", eps, name="output_norm")
+            out = layer_norm(output_sum, output_norm_weight, output_norm_bias, "BSE", eps, name="output_norm")
+        return out
 
     return encoder

@@ -86,7 +86,9 @@ class Gelu(Operator):
     """``y = x Phi(x)``, Phi the normal distribution's (``approximate="none"``), or its tanh form.
 
     The tanh form ``x/2 (1 + tanh u)`` with ``u = sqrt(2/pi) (x + 0.044715 x^3)`` is evaluated as
-    ``x / (1 + exp(-2u))``, which is the same and loses no digits for negative x. Source: Hendrycks and Gimpel, arXiv 1606.08415.
+    ``x / (1 + exp(-2u))``, which is the same and loses no digits for negative x.
+
+    Source: Hendrycks and Gimpel, arXiv 1606.08415.
     """
 
     operator_class = OperatorClass.ELEMENT_WISE
