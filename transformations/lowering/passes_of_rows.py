@@ -86,7 +86,9 @@ def plan_rows(statements: Sequence[Statement], dims: str, operands: Mapping[str,
     for statement in statements:
         needs = statement.names()
         if any(name in columns for name in needs):
-            if statement.reduction is not None or any(name not in columns and name not in operands for name in needs):
+            others = [name for name in needs if name not in columns]
+            rows_again = any(name not in operands or set(operands[name]) & set(outer) for name in others)
+            if statement.reduction is not None or rows_again or set(statement.dims) & set(outer):
                 raise CanonicalFormError(f'statement "{statement.target}" needs a sum over all rows and the rows again')
             columns.add(statement.target)
             program.final.append(statement)
