@@ -29,7 +29,6 @@ ROW_OPERATORS: tuple[type[Operator], ...] = (
     LayerNormParameterGradient,
     Relu,
     ReluGradient,
-    RowGroup,
     Scale,
     Softmax,
     SoftmaxGradient,
@@ -38,9 +37,9 @@ ROW_OPERATORS: tuple[type[Operator], ...] = (
 """Every operator that is a list of statements."""
 
 OPERATORS: tuple[type[Operator], ...] = (Contraction, *ROW_OPERATORS)
-"""Every operator of the vocabulary: a graph holds nothing else (canonical form, rule 5)."""
+"""Every operator of the vocabulary; besides them a graph holds groups of them only (canonical form, rule 5)."""
 
-for _operator in ROW_OPERATORS:
+for _operator in (*ROW_OPERATORS, RowGroup):
     _operator.register_implementation("pure", ExpandStatementsPure)
 
 __all__ = [

@@ -14,7 +14,7 @@ from dace.transformation.transformation import ExpandTransformation
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.gradient import GradientRule
-from stepdown.models.operators.operator import LEGEND, Operator, OperatorClass, data_type, extent_product
+from stepdown.models.operators.operator import LEGEND, Operator, OperatorClass, check_number, data_type, extent_product
 from stepdown.models.operators.scratch import operator_sdfg
 
 
@@ -30,7 +30,9 @@ def split_einsum(einsum: str) -> tuple[str, str, str]:
     a, b, d = terms
     for term in terms:
         if len(set(term)) != len(term) or any(letter not in LEGEND for letter in term):
-            raise CanonicalFormError(f'term "{term}" of einsum "{einsum}" must name each dimension of "{LEGEND}" at most once')
+            raise CanonicalFormError(
+                f'term "{term}" of einsum "{einsum}" must name each dimension of "{LEGEND}" at most once'
+            )
     for first, others in ((a, b + d), (b, a + d), (d, a + b)):
         for letter in first:
             if letter not in others:
@@ -57,12 +59,17 @@ class Contraction(Operator):
     accumulate = properties.Property(dtype=bool, default=False, desc="Add operand c")
 
     def __init__(
-        self, name: str = "contraction", einsum: str = "E,E->", alpha: float = 1.0, accumulate: bool = False, **kwargs: Any
+        self,
+        name: str = "contraction",
+        einsum: str = "E,E->",
+        alpha: float = 1.0,
+        accumulate: bool = False,
+        **kwargs: Any,
     ) -> None:
         a, b, d = split_einsum(einsum)
         super().__init__(name, "".join(dict.fromkeys(d + a + b)), **kwargs)
         self.einsum = einsum
-        self.alpha = float(alpha)
+        self.alpha = check_number(name, "alpha", alpha)
         self.accumulate = accumulate
         if accumulate:
             self.add_in_connector("c")
@@ -137,8 +144,12 @@ class ExpandContractionPure(ExpandTransformation):
             schedule=dace.ScheduleType.Sequential,
             external_edges=True,
         )
-        code = f"out = {scalar.ctype}({node.alpha!r}) * value" + (f" + {scalar.ctype}(addend);" if node.accumulate else ";")
-        store = final.add_tasklet("store", {"value"} | ({"addend"} if node.accumulate else set()), {"out"}, code, dace.Language.CPP)
+        code = f"out = {scalar.ctype}({node.alpha!r}) * value" + (
+            f" + {scalar.ctype}(addend);" if node.accumulate else ";"
+        )
+        store = final.add_tasklet(
+            "store", {"value"} | ({"addend"} if node.accumulate else set()), {"out"}, code, dace.Language.CPP
+        )
         final.add_edge(final.add_read("total"), None, store, "value", dace.Memlet("total[0]"))
         if node.accumulate:
             final.add_edge(final.add_read("c"), None, store, "addend", element("c", d))
@@ -147,7 +158,9 @@ class ExpandContractionPure(ExpandTransformation):
         for symbol in sorted(map(str, body.free_symbols)):
             if symbol not in body.symbols:
                 body.add_symbol(symbol, sdfg.symbols.get(symbol, dace.int32))
-        nested = state.add_nested_sdfg(body, set(operands), {"d"}, symbol_mapping={s: s for s in map(str, body.free_symbols)})
+        nested = state.add_nested_sdfg(
+            body, set(operands), {"d"}, symbol_mapping={s: s for s in map(str, body.free_symbols)}
+        )
         for name in operands:
             memlet = dace.Memlet.from_array(name, sdfg.arrays[name])
             state.add_memlet_path(state.add_read(name), entry, nested, dst_conn=name, memlet=memlet)

@@ -14,7 +14,7 @@ from dace import properties
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.gradient import GradientRule
-from stepdown.models.operators.operator import Operator, OperatorClass, broadcast
+from stepdown.models.operators.operator import Operator, OperatorClass, broadcast, check_number
 from stepdown.models.operators.statements import Statement
 
 
@@ -125,7 +125,7 @@ class Scale(Operator):
 
     def __init__(self, name: str = "scale", dims: str = "E", factor: float = 1.0, **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
-        self.factor = float(factor)
+        self.factor = check_number(name, "factor", factor)
 
     def operand_dims(self) -> dict[str, str]:
         return {"x": self.dims, "y": self.dims}
@@ -155,7 +155,9 @@ class KeyPaddingMask(Operator):
 
     gradient = properties.Property(dtype=bool, default=False, desc="Fill with zero instead of minus infinity")
 
-    def __init__(self, name: str = "key_padding_mask", dims: str = "BHST", gradient: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, name: str = "key_padding_mask", dims: str = "BHST", gradient: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(name, dims, **kwargs)
         check_subset(name, "BT", dims)
         self.gradient = gradient
@@ -215,6 +217,6 @@ def check_subset(name: str, part: str, dims: str) -> None:
     """Refuse an operand with a dimension that the operator does not iterate over."""
     for letter in part:
         if letter not in dims:
-            raise CanonicalFormError(f'operand dimension "{letter}" of operator "{name}" is not one of its own, "{dims}"')
-
-
+            raise CanonicalFormError(
+                f'operand dimension "{letter}" of operator "{name}" is not one of its own, "{dims}"'
+            )

@@ -15,8 +15,14 @@ from dace import properties
 from stepdown.models.dtypes import DataType
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.gradient import GradientRule
-from stepdown.models.operators.operator import Operator, OperatorClass
+from stepdown.models.operators.operator import Operator, OperatorClass, check_number
 from stepdown.models.operators.statements import Statement
+
+
+def check_row(name: str, dims: str) -> None:
+    """Refuse to normalize over nothing."""
+    if not dims:
+        raise CanonicalFormError(f'operator "{name}" has no dimension to normalize over')
 
 
 @dace.library.node
@@ -33,6 +39,7 @@ class Softmax(Operator):
 
     def __init__(self, name: str = "softmax", dims: str = "BHST", **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
+        check_row(name, dims)
 
     def operand_dims(self) -> dict[str, str]:
         return {"x": self.dims, "y": self.dims}
@@ -69,6 +76,7 @@ class SoftmaxGradient(Operator):
 
     def __init__(self, name: str = "softmax_gradient", dims: str = "BHST", **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
+        check_row(name, dims)
 
     def operand_dims(self) -> dict[str, str]:
         return {"dy": self.dims, "y": self.dims, "dx": self.dims}
@@ -105,7 +113,8 @@ class LayerNorm(Operator):
 
     def __init__(self, name: str = "layer_norm", dims: str = "BSE", eps: float = 1e-12, **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
-        self.eps = float(eps)
+        check_row(name, dims)
+        self.eps = check_number(name, "eps", eps, least=0.0)
 
     def operand_dims(self) -> dict[str, str]:
         row, last = self.dims[:-1], self.dims[-1]
@@ -153,6 +162,7 @@ class LayerNormGradient(Operator):
 
     def __init__(self, name: str = "layer_norm_gradient", dims: str = "BSE", **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
+        check_row(name, dims)
 
     def operand_dims(self) -> dict[str, str]:
         row = self.dims[:-1]
@@ -190,6 +200,7 @@ class LayerNormParameterGradient(Operator):
 
     def __init__(self, name: str = "layer_norm_parameter_gradient", dims: str = "BSE", **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
+        check_row(name, dims)
 
     def operand_dims(self) -> dict[str, str]:
         row, last = self.dims[:-1], self.dims[-1]

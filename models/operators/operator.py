@@ -6,6 +6,7 @@ S and T of self-attention are the same extent under two names; ``2`` is the pair
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
@@ -56,8 +57,8 @@ class Operator(LibraryNode):
     inputs: ClassVar[tuple[str, ...]] = ()
     outputs: ClassVar[tuple[str, ...]] = ()
     extra_outputs: ClassVar[tuple[str, ...]] = ()
-    implementations: ClassVar[dict[str, Any]] = {}
-    default_implementation: ClassVar[str | None] = "pure"
+    implementations: dict[str, Any] = {}
+    default_implementation: str | None = "pure"
 
     dims = properties.Property(dtype=str, default="", desc="Dimensions that the operator iterates over, legend letters")
 
@@ -188,6 +189,17 @@ class Operator(LibraryNode):
     def words_out(self, sizes: Mapping[str, Any]) -> sympy.Expr:
         """Words written, each output once."""
         return self.words(sizes, tuple(sorted(self.out_connectors)))
+
+
+def check_number(name: str, field: str, value: float, *, least: float = -math.inf) -> float:
+    """Refuse a constant that no formula can hold: its text must be a number.
+
+    :raises CanonicalFormError: unless ``value`` is finite and at least ``least``.
+    """
+    if not math.isfinite(value) or value < least:
+        limit = "" if least == -math.inf else f" of at least {least:g}"
+        raise CanonicalFormError(f'{field}={value} of operator "{name}" is not a finite number{limit}')
+    return float(value)
 
 
 def extent_product(dims: str, sizes: Mapping[str, Any]) -> sympy.Expr:

@@ -228,6 +228,14 @@ def _evaluate_statement(
     return value.permute([over.index(letter) for letter in statement.dims])
 
 
+def container_name(node: Operator, connector: str, prefix: str = "") -> str:
+    """What :func:`single_operator` calls the container of a connector."""
+    if not prefix and connector == node.outputs[0]:
+        return "y"
+    clash = not prefix and connector == "y"
+    return prefix + ("output_y" if clash else connector)
+
+
 def single_operator(
     node: Operator,
     sizes: Mapping[str, Any],
@@ -254,9 +262,7 @@ def single_operator(
     types |= {name: kind.dace for name, kind in node.result_types(dtype).items()}
     for connector in (*sorted(node.in_connectors), *sorted(node.out_connectors)):
         shape = tuple(2 if letter == PAIR else sizes[letter] for letter in node.operand_dims()[connector])
-        container = prefix + ("output_y" if connector == "y" and "y" in node.in_connectors else connector)
-        if not prefix and connector == node.outputs[0]:
-            container = "y"
+        container = container_name(node, connector, prefix)
         if connector == "p":
             sdfg.add_scalar(container, types[connector])
         else:

@@ -21,7 +21,7 @@ from dace.sdfg import SDFG, SDFGState
 from dace.symbolic import int_floor, pystr_to_symbolic, symstr
 from dace.transformation.transformation import ExpandTransformation
 
-from stepdown.models.operators import ROW_OPERATORS, Operator, Statement
+from stepdown.models.operators import ROW_OPERATORS, Operator, RowGroup, Statement
 from stepdown.models.operators.headers import OperatorHeaders
 from stepdown.models.operators.operator import PAIR, extent_product
 from stepdown.models.operators.pure import INDEX, compute_type
@@ -445,6 +445,6 @@ class ExpandRowsCPU(ExpandTransformation):
 
 
 def register() -> None:
-    """Attach the ``cpu`` expansion to every row and element-wise operator."""
-    for operator in ROW_OPERATORS:
+    """Attach the ``cpu`` expansion to every row and element-wise operator, and to groups of them."""
+    for operator in (*ROW_OPERATORS, RowGroup):
         operator.register_implementation("cpu", ExpandRowsCPU)
