@@ -135,7 +135,7 @@ def buffer_size(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-# ---- the plan ---------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------------------------
 
 
 def plan_of(case: Case, copied: tuple[str, ...] = ()) -> ContractionPlan:
@@ -283,7 +283,7 @@ def test_result_whose_elements_share_memory_is_refused() -> None:
         plan_contraction(("SE", "UE", "SU"), {"S": 3, "E": 4, "U": 5}, {"a": (4, 1), "b": (4, 1), "d": (0, 1)})
 
 
-# ---- compiled code ----------------------------------------------------------------------------------------------------
+# ---- compiled code -------------------------------------------------------------------------------------------------
 
 
 def special_cases() -> list[Case]:
