@@ -16,7 +16,6 @@ from typing import Any
 
 import dace
 import torch
-from dace.sdfg import SDFG
 
 import stepdown
 from stepdown.models.definition import EncoderLayer
@@ -24,6 +23,7 @@ from stepdown.models.dtypes import DataType, resolve_dtype
 from stepdown.models.errors import OptionError
 from stepdown.models.presets import Preset
 from stepdown.pipeline.analysis.counts import count_graph, count_kernels
+from stepdown.pipeline.analysis.listing import load_graph
 from stepdown.pipeline.bind import interface
 from stepdown.pipeline.build_folder import FORMAT, MANIFEST, BuildFolder, read_build
 from stepdown.pipeline.cache import BuildCache, content_key, sources_digest
@@ -74,9 +74,7 @@ class CompiledLayer:
         if forward is None:
             raise OptionError(f'stage "{name}" of the build "{self.path}" has no saved graph.')
         kept = tuple(self._folder.stage(name).get("kept", ()))
-        return TrainingGraph(
-            SDFG.from_file(str(forward)), None if backward is None else SDFG.from_file(str(backward)), kept
-        )
+        return TrainingGraph(load_graph(forward), None if backward is None else load_graph(backward), kept)
 
     def to_torch(self, **options: Any) -> StepdownLayer:
         """A PyTorch module that runs the libraries; several modules share them.

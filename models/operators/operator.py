@@ -1,7 +1,7 @@
 """The base of the vocabulary: an operator is a DaCe library node with dimensions, counts, semantics and a gradient.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
-S and T of self-attention are the same extent under two names; ``2`` is the pair (seed, offset) of the dropout generator.
+S and T of self-attention are one extent under two names; ``2`` is the pair (seed, offset) of the dropout generator.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Operator(LibraryNode):
         dims = self.operand_dims()[connector]
         if len(shape) != len(dims):
             raise CanonicalFormError(
-                f'operand "{connector}" of operator "{self.name}" has {len(shape)} dimensions, "{dims}" takes {len(dims)}'
+                f'operand "{connector}" of operator "{self.name}" has {len(shape)} dimensions, "{dims}" takes '
+                f"{len(dims)}"
             )
         for letter, extent in zip(dims, shape, strict=True):
             if found.setdefault(letter, extent) != extent:
@@ -146,8 +147,8 @@ class Operator(LibraryNode):
             if excess > 0:
                 if any(extent != 1 for extent in extents[:excess]):
                     raise CanonicalFormError(
-                        f'operand "{connector}" of operator "{self.name}" has {len(extents)} dimensions, "{dims}" takes '
-                        f"{len(dims)} and a constant index for each leading one"
+                        f'operand "{connector}" of operator "{self.name}" has {len(extents)} dimensions, "{dims}" '
+                        f"takes {len(dims)} and a constant index for each leading one"
                     )
                 extents = extents[excess:]
             shapes[connector] = tuple(extents)
