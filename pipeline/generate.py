@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,9 @@ from stepdown.transformations.lowering.cpu import simd
 from stepdown.transformations.training_graph import TrainingGraph
 
 _ERROR_LINE = re.compile(r"^.*(?:error:|undefined reference|fatal:).*$", re.MULTILINE)
+
+# DaCe precompiles its header into a file named after the process: two threads would write it at once.
+_HEADER = threading.Lock()
 
 __all__ = ["generate", "simd"]
 
@@ -43,6 +47,8 @@ def generate(graph: TrainingGraph, folder: Path, optimize: Optimize) -> dict[str
         for direction, sdfg in graph.graphs():
             work[direction] = Path(scratch) / direction
             compiler.generate_program_folder(sdfg, codegen.generate_code(sdfg), str(work[direction]))
+        with _HEADER:
+            compiler.prepare_precompiled_header(["cpu"])
         jobs = {
             direction: pool.submit(_compile, work[direction], sdfg.name, optimize, Path(scratch))
             for direction, sdfg in graph.graphs()
