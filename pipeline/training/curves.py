@@ -76,10 +76,12 @@ class CurveFile:
         self._file.close()
 
 
-def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None:
+def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], title: str, accepted: float | None = None) -> None:
     """Draws loss over steps as PNG, one line for each of ``curves``.
 
-    Of two curves, the second is dashed and the relative difference of the two is drawn beneath.
+    Of two curves, the second is dashed and the relative difference of the two is drawn beneath, where it is not zero.
+
+    :param accepted: the largest accepted relative difference, drawn as a line.
     """
     figure = Figure(figsize=(8, 6 if len(curves) == 2 else 4.5), layout="constrained")
     if len(curves) == 2:
@@ -94,8 +96,11 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], title: str) -
     losses.legend()
     if difference is not None:
         first, second = curves.values()
-        values = relative_differences(first, second)
-        difference.semilogy(range(1, len(values) + 1), [max(value, 1e-9) for value in values], color="tab:red")
+        points = [(step, value) for step, value in enumerate(relative_differences(first, second), 1) if value > 0]
+        difference.semilogy([step for step, _ in points], [value for _, value in points], ".", color="tab:red")
+        if accepted is not None:
+            difference.axhline(accepted, color="tab:gray", linestyle="--", linewidth=1.2, label="accepted")
+            difference.legend()
         difference.set_ylabel("relative difference")
         difference.grid(alpha=0.3)
     (difference or losses).set_xlabel("step")

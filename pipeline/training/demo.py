@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -85,9 +86,15 @@ def train_apart(options: TrainingOptions) -> TrainingResult:
 
 def results_table(runs: dict[str, TrainingResult]) -> Table:
     """Loss, speed and memory of each run."""
-    table = Table(title="Masked-language-model training", title_justify="left", title_style="bold")
+    table = Table(
+        title="Masked-language-model training",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.add_column("run", no_wrap=True)
-    for heading in ("steps", "first loss", "last loss", "tokens/s", "time", "peak memory"):
+    for heading in ("steps", "first\nloss", "last\nloss", "tokens/s", "time", "peak\nmemory"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, result in runs.items():
         table.add_row(
@@ -116,7 +123,7 @@ def demonstrate(options: TrainingOptions, dropout_steps: int, console: Console) 
     """
     out = options.out
     plain = replace(options, dropout=0.0)
-    dropout = f"stepdown, dropout {options.preset.layer.dropout:g}"
+    dropout = f"stepdown, p={options.preset.layer.dropout:g}"
     planned = {
         "stepdown": replace(plain, out=out / "stepdown", backend="stepdown"),
         "torch": replace(plain, out=out / "torch", backend="torch"),
@@ -130,6 +137,7 @@ def demonstrate(options: TrainingOptions, dropout_steps: int, console: Console) 
         picture,
         {"torch": torch.losses, "stepdown": stepdown.losses},
         f"{options.model}, {options.dtype}, batch {options.batch}, {options.seq} tokens, no dropout",
+        accepted=TOLERANCE,
     )
     summary = {
         "model": options.model,
@@ -156,7 +164,8 @@ def demonstrate(options: TrainingOptions, dropout_steps: int, console: Console) 
     console.print(results_table(runs))
     console.print(
         f"{options.model}: {stepdown.parameters / 1e6:.1f} M parameters, a vocabulary of {stepdown.vocabulary}, "
-        f"{options.batch} x {options.seq} tokens a step. Last loss: mean of {_LAST} steps."
+        f"{options.batch} x {options.seq} tokens a step; p is the dropout probability. "
+        f"Last loss: mean of {_LAST} steps; tokens/s: at the median step."
     )
     console.print(
         f"Largest relative difference of the losses: {comparison.difference:.1e} at step {comparison.step} "

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -65,7 +66,12 @@ def run(
         )
 
         display.update(task, description="building the model")
-        compiled = CompiledLayers(batch=options.batch, seq=options.seq, dtype=options.dtype)
+        compiled = CompiledLayers(
+            batch=options.batch,
+            seq=options.seq,
+            dtype=options.dtype,
+            progress=lambda stage: display.update(task, description=f"compiling the layer: {stage}"),
+        )
         model = build_model(options, vocabulary, make_layer or compiled)
         initial_weights = weights_digest(model)
         optimizer = make_optimizer(model, options)
@@ -95,13 +101,12 @@ def run(
         plot_losses(curve_png, {options.backend: curve.losses}, f"{options.model}, {options.text.name}")
         # The first step of a process pays for allocations and threads that later ones reuse.
         timed = curve.records[done:][1:] or curve.records[done:]
-        seconds = sum(record.seconds for record in timed)
         assert started_from is not None
         return TrainingResult(
             losses=curve.losses,
             resumed_from=done,
-            seconds=seconds,
-            tokens_per_second=sum(record.tokens for record in timed) / seconds if timed else 0.0,
+            seconds=sum(record.seconds for record in timed),
+            tokens_per_second=statistics.median(record.tokens_per_second for record in timed) if timed else 0.0,
             peak_memory=peak,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             vocabulary=vocabulary,

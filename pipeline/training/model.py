@@ -1,6 +1,7 @@
 """A BERT for masked-language-model training, from a preset."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,16 +23,21 @@ class CompiledLayers:
     :param batch: the batch size that the library is compiled for; ``None``: any.
     :param seq: the same for the length.
     :param dtype: of weights and activations.
+    :param progress: called with the name of each stage of the compilation that begins.
     """
 
-    def __init__(self, *, batch: int | None, seq: int | None, dtype: str) -> None:
-        self._batch, self._seq, self._dtype = batch, seq, dtype
+    def __init__(
+        self, *, batch: int | None, seq: int | None, dtype: str, progress: Callable[[str], None] = lambda stage: None
+    ) -> None:
+        self._batch, self._seq, self._dtype, self._progress = batch, seq, dtype, progress
         self._compiled: dict[EncoderLayer, CompiledLayer] = {}
 
     def compiled(self, definition: EncoderLayer) -> CompiledLayer:
         """The compiled layer, built (or found in the build cache) at the first call."""
         if definition not in self._compiled:
-            self._compiled[definition] = compile_layer(definition, batch=self._batch, seq=self._seq, dtype=self._dtype)
+            self._compiled[definition] = compile_layer(
+                definition, batch=self._batch, seq=self._seq, dtype=self._dtype, progress=self._progress
+            )
         return self._compiled[definition]
 
     def __call__(self, definition: EncoderLayer) -> nn.Module:

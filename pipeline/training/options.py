@@ -148,10 +148,10 @@ class StepRecord:
 class TrainingResult:
     """What a run left behind.
 
-    ``losses`` has one entry for every step from the first, those before a resume included; ``tokens_per_second`` and
-    ``seconds`` are of this process alone, without its first step (which warms up). ``peak_memory`` is the largest
-    resident size during the steps in bytes, ``None`` where the system does not tell. ``initial_weights`` is a SHA-256
-    of the parameters that the run began with. ``build`` is the folder of the compiled layer.
+    ``losses`` has one entry for every step from the first, those before a resume included. ``seconds`` is the time of
+    this process's steps but the first, which warms up; ``tokens_per_second`` is at their median. ``peak_memory`` is the
+    largest resident size during the steps in bytes, ``None`` where the system does not tell. ``initial_weights`` is a
+    SHA-256 of the parameters that the run began with. ``build`` is the folder of the compiled layer.
     """
 
     losses: tuple[float, ...]
