@@ -3,9 +3,9 @@
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
 
 :mod:`~stepdown.transformations.lowering.cpu.contraction_plan` decides what is called. Here the plan becomes an SDFG:
-maps that pack operands, and one parallel map over the loops and over blocks of rows and columns of the result, around a
-call that computes one block on its own thread. The number of blocks follows from the sizes alone, so that a result does
-not depend on the number of threads.
+maps that pack operands, and one parallel map over the loops and over blocks of rows and columns of the result, around
+a call that computes one block on its own thread. The number of blocks follows from the sizes alone, so that a result
+does not depend on the number of threads.
 """
 
 from __future__ import annotations
