@@ -203,7 +203,7 @@ class RowLowering:
                 continue
             code.append(f"const {self._type(statement.target).ctype} v_{statement.target} = {text};")
             if statement.target in self.outputs:
-                outputs[f"out_{statement.target}"] = self._element_memlet(statement.target)
+                outputs[f"out_{statement.target}"] = self._memory_memlet(statement.target)
                 ctype = sdfg.arrays[statement.target].dtype.ctype
                 code.append(f"out_{statement.target} = static_cast<{ctype}>(v_{statement.target});")
             if statement.target in self._buffers():
