@@ -1,13 +1,18 @@
 """`python -m stepdown.pipeline.verification.fuzz`: drawn layers and inputs against float64, by the 1.1 rule.
 
 Each layer is compiled once for a dtype, with symbolic batch and length, and verified at many shapes, dropout included.
+The layers are small, so several processes, each on one thread, share them.
 """
 
+import functools
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +28,17 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import DataType
 from stepdown.models.errors import StepdownError
 from stepdown.pipeline.compiler import compile_layer
-from stepdown.pipeline.verification.campaign import ResultFile, Row, Settings, run_campaign, summarize
+from stepdown.pipeline.verification.campaign import (
+    ResultFile,
+    Row,
+    Settings,
+    Task,
+    finished_cases,
+    plan,
+    run_campaign,
+    run_task,
+    summarize,
+)
 
 PACKAGES = ("stepdown", "dace", "torch", "numpy", "scipy-openblas32")
 """What a result's versions are given of, besides Python."""
@@ -36,15 +51,32 @@ def build(definition: EncoderLayer, dtype: DataType) -> nn.Module:
     return compile_layer(definition, batch=None, seq=None, dtype=dtype, optimize="light").to_torch()
 
 
-def describe_run(command: str) -> dict[str, Any]:
-    """Date, command, machine and versions, for a result file."""
+def run_whole_task(task: Task, finished: frozenset[tuple[int, int]], run: int) -> list[Row]:
+    """One layer at one dtype, in a process of its own."""
+    torch.set_num_threads(1)
+    return list(run_task(task, build, finished, run))
+
+
+def run_tasks(settings: Settings, done: list[Row], run: int, jobs: int) -> Iterator[Row]:
+    """The rows of a campaign as they become known, from ``jobs`` processes; one job is this process."""
+    if jobs == 1:
+        yield from run_campaign(settings, build, done, run)
+        return
+    work = functools.partial(run_whole_task, finished=finished_cases(done), run=run)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for finished in as_completed([pool.submit(work, task) for task in plan(settings)]):
+            yield from finished.result()
+
+
+def describe_run(command: str, threads: int) -> dict[str, Any]:
+    """Date, command, machine and versions, for a result file; ``threads`` is how many each process computes on."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
+            "threads": threads,
             "system": f"{platform.system()} {platform.machine()}",
         },
         "versions": {
@@ -91,6 +123,9 @@ def fuzz(
     dtype: Annotated[list[str] | None, typer.Option(help="One or more dtypes; all of them by default.")] = None,
     dtypes_per_layer: Annotated[int, typer.Option(help="How many dtypes a layer is compiled for.")] = 2,
     out: Annotated[Path, typer.Option(help="Result file.")] = Path("results/fuzz.json"),
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, each on one thread if there are several.")] = min(
+        8, os.cpu_count() or 1
+    ),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the result file: skip what passed.")] = False,
 ) -> None:
     """Compile drawn layers and verify them at drawn shapes, masks and dropout; exit code 1 if any case fails."""
@@ -100,8 +135,9 @@ def fuzz(
         settings = Settings(
             layers=layers, cases_per_layer=cases_per_layer, seed=seed, dtypes=chosen, dtypes_per_layer=dtypes_per_layer
         )
+        threads = torch.get_num_threads() if jobs == 1 else 1
         command = shlex.join(["python", "-m", "stepdown.pipeline.verification.fuzz", *sys.argv[1:]])
-        file = ResultFile.start(out, settings, describe_run(command), resume)
+        file = ResultFile.start(out, settings, describe_run(command, threads), resume)
     except StepdownError as error:
         Console(stderr=True).print(f"[bold red]error[/]: {error}")
         raise typer.Exit(2) from None
@@ -109,7 +145,7 @@ def fuzz(
     with Progress(TextColumn("{task.description}"), BarColumn(), count, *times, console=console) as progress:
         total = layers * cases_per_layer
         bar = progress.add_task("verify", total=total, completed=sum(row["passed"] for row in file.rows))
-        for row in run_campaign(settings, build, file.rows, len(file.runs) - 1):
+        for row in run_tasks(settings, list(file.rows), len(file.runs) - 1, jobs):
             file.add(row)
             progress.update(bar, advance=1, description=f"layer {row['layer'] + 1}, {row['dtype']}")
             if not row["passed"] and row["skipped"] is None:

@@ -11,10 +11,19 @@ import torch
 from torch import nn
 
 from stepdown.models import EncoderLayer
-from stepdown.models.dtypes import DataType
+from stepdown.models.dtypes import DataType, resolve_dtype
 from stepdown.models.errors import BuildError, OptionError
-from stepdown.pipeline.verification.campaign import ResultFile, Row, Settings, Task, plan, run_campaign, summarize
-from stepdown.pipeline.verification.cases import MASK_KINDS, draw_layer, make_mask, sufficient_draws
+from stepdown.pipeline.verification.campaign import (
+    ResultFile,
+    Row,
+    Settings,
+    Task,
+    plan,
+    run_campaign,
+    summarize,
+    verify_case,
+)
+from stepdown.pipeline.verification.cases import MASK_KINDS, Case, draw_layer, make_mask, sufficient_draws
 
 MakeStandIn = Callable[..., Any]
 
@@ -139,6 +148,14 @@ def test_wrong_layers_and_failed_builds_are_recorded(make_stand_in: MakeStandIn,
     assert counts["all"]["failed"] >= counts["bfloat16"]["failed"] == counts["bfloat16"]["cases"] > 0
     assert {row["error"] for row in rows if row["dtype"] == "bfloat16"} == {"BuildError: no compiler was found."}
     assert any(row["worst"]["name"].startswith("attention.self") for row in rows if row["dtype"] == "float32")
+
+
+def test_more_draws_decide_only_where_the_rule_fails(make_stand_in: MakeStandIn) -> None:
+    layer, dtype = EncoderLayer(embed=24, heads=2, ffn=19), resolve_dtype("float32")
+    case = Case(batch=1, seq=2, mask="none", dropout=True, draws=20, seed=0)
+    assert verify_case(make_stand_in(layer, "float32"), layer, dtype, case).draws == 16
+    failed = verify_case(make_stand_in(layer, "float32", "ScaleMissingInBackward"), layer, dtype, case)
+    assert failed.draws == 20 and not failed.passed
 
 
 def test_another_campaigns_file_is_not_resumed(small_plan: Settings, tmp_path: Path) -> None:

@@ -15,7 +15,20 @@ from stepdown.pipeline.verification import campaign, fuzz
 from stepdown.pipeline.verification.campaign import Settings, Task
 
 MakeStandIn = Callable[..., Any]
-ARGUMENTS = ("--layers", "2", "--cases-per-layer", "1", "--dtypes-per-layer", "1", "--dtype", "fp32", "--dtype", "bf16")
+ARGUMENTS = (
+    "--layers",
+    "2",
+    "--cases-per-layer",
+    "1",
+    "--dtypes-per-layer",
+    "1",
+    "--dtype",
+    "fp32",
+    "--dtype",
+    "bf16",
+    "--jobs",
+    "1",
+)
 
 
 @pytest.fixture
