@@ -128,8 +128,9 @@ def run_task(
 def verify_case(module: nn.Module, definition: EncoderLayer, dtype: DataType, case: Case) -> Report:
     """Verify one case, dropout masks included.
 
-    Errors are pooled over the rule's 16 draws. Where something is beyond its limit then and the layer's
-    smallest result holds too few numbers for 16 draws to decide, they are pooled over the case's own number of draws, and that result counts.
+    Errors are pooled over the rule's 16 draws. Where something is beyond its limit then and the layer's smallest result
+    holds too few numbers for 16 draws to decide, they are pooled over the case's own number of draws, and that result
+    counts.
     """
     report = None
     for draws in sorted({min(DRAWS, case.draws), case.draws}):
