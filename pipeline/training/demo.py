@@ -190,7 +190,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default a new one below runs/.")] = None,
     model: Annotated[str, typer.Option(help="Preset.")] = "bert-mini",
     steps: Annotated[int, typer.Option(help="Steps of the two compared runs.")] = COMPARED_STEPS,
-    dropout_steps: Annotated[int, typer.Option(help="Steps of the run with dropout.")] = 60,
+    dropout_steps: Annotated[int, typer.Option(help="Steps of the run with dropout.")] = 40,
     batch: Annotated[int, typer.Option(help="Blocks of text a step.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens a block.")] = 128,
     vocabulary: Annotated[int, typer.Option(help="Most tokens that WordPiece may learn.")] = 4096,
