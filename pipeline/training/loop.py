@@ -12,8 +12,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
+from torch.nn import functional
 from transformers import PreTrainedModel
 
+from stepdown.models.dtypes import resolve_dtype
 from stepdown.pipeline.training.checkpoints import (
     Checkpoint,
     CheckpointFolder,
@@ -23,7 +25,7 @@ from stepdown.pipeline.training.checkpoints import (
     restore,
 )
 from stepdown.pipeline.training.curves import CurveFile, LossCurve, plot_losses
-from stepdown.pipeline.training.data import MaskedBatches, Text, read_text, text_blocks, train_tokenizer
+from stepdown.pipeline.training.data import IGNORED, MaskedBatches, Text, read_text, text_blocks, train_tokenizer
 from stepdown.pipeline.training.errors import CheckpointError, TrainingError
 from stepdown.pipeline.training.hugging_face import LayerFactory
 from stepdown.pipeline.training.interrupts import Interrupt
@@ -130,7 +132,10 @@ def _train_step(
     batch = batches.at(step)
     learning_rate = options.learning_rate_at(step)
     set_learning_rate(optimizer, learning_rate)
-    loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+    logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)
+    # Hugging Face's own loss is in the type of the logits: three digits in bfloat16.
+    accumulated = logits.to(resolve_dtype(options.dtype).accumulate.torch)
+    loss = functional.cross_entropy(accumulated, batch.labels.flatten(), ignore_index=IGNORED)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
     value, norm_value = loss.item(), norm.item()

@@ -47,6 +47,7 @@ def two_runs(small_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return stepdown, pytorch
 
 
+@pytest.mark.slow
 def test_200_steps_have_the_loss_curve_of_pytorch(two_runs: tuple[TrainingResult, TrainingResult]) -> None:
     stepdown, pytorch = two_runs
     assert stepdown.initial_weights == pytorch.initial_weights

@@ -107,6 +107,7 @@ def test_both_backends_begin_with_the_same_weights_and_stay_together(
     assert results[0].initial_weights == results[1].initial_weights
     tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 3e-2}[dtype]
     assert max(relative_differences(results[1].losses, results[0].losses)) < tolerance
+    assert any(loss * 2**8 % 1 for loss in results[0].losses)  # the loss itself is not rounded to 16 bits
 
 
 def test_the_learning_rate_of_each_step_is_used(small_options: Options) -> None:
