@@ -4,6 +4,7 @@ Each layer is compiled once for a dtype, with symbolic batch and length, and ver
 The layers are small, so several processes, each on one thread, share them.
 """
 
+import csv
 import functools
 import importlib.metadata
 import multiprocessing
@@ -115,6 +116,17 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
+def write_summary(rows: list[Row], path: Path) -> None:
+    """The summary as a CSV file, a line for each dtype and one for all."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        columns = ["layers", "cases", "passed", "failed", "skipped", "largest_share"]
+        columns += ["mask_bits", "mask_bits_observable", "mask_bits_different"]
+        writer.writerow(["dtype", *columns])
+        for name, counts in summarize(rows).items():
+            writer.writerow([name, *(counts[column] for column in columns)])
+
+
 @app.command()
 def fuzz(
     layers: Annotated[int, typer.Option(help="Number of drawn layers.")] = 24,
@@ -152,7 +164,8 @@ def fuzz(
                 what = row.get("error") or f"furthest beyond its limit: {row['worst']}"
                 progress.console.print(f"[bold red]failed[/]: layer {row['layer']}, case {row['case']}: {what}")
     console.print(table(file.rows))
-    console.print(f'written: "{out}"')
+    write_summary(file.rows, out.with_suffix(".csv"))
+    console.print(f'written: "{out}" and "{out.with_suffix(".csv")}"')
     if summarize(file.rows)["all"]["failed"]:
         raise typer.Exit(1)
 

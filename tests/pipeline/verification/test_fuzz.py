@@ -73,6 +73,9 @@ def test_command(monkeypatch: pytest.MonkeyPatch, make_stand_in: MakeStandIn, tm
     assert "Drawn layers and inputs against float64" in printed
     code, printed, built = run(monkeypatch, make_stand_in, "StandIn", *out, "--resume")
     assert code == 0 and built == []
+    summary = path.with_suffix(".csv").read_text().splitlines()
+    assert summary[0].startswith("dtype,layers,cases,passed,failed")
+    assert summary[1].startswith("all,2,2,2,0")
     stored = json.loads(path.read_text())
     assert stored["summary"]["all"]["passed"] == 2
     assert len(stored["runs"]) == 2 and [row["run"] for row in stored["rows"]].count(1) == len(failed)
