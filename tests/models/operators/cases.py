@@ -181,7 +181,6 @@ FUNCTIONS: dict[str, Any] = {
     "dropout_scale": lambda p: 1.0 / (1.0 - p),
     "select": lambda c, a, b: torch.where(torch.as_tensor(c), a, b),
     "NEGATIVE_INFINITY": -math.inf,
-    "__builtins__": {},
 }
 
 

@@ -31,7 +31,7 @@ S = dace.symbol("S", dace.int32, positive=True)
 
 
 @dace.program
-def everything(
+def everything(  # type: ignore[no-untyped-def]
     x: dace.float32[B, S, 6],
     weight: dace.float32[2, 3, 6],
     mask: dace.bool_[B, S],
