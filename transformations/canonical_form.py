@@ -9,9 +9,13 @@ from collections.abc import Iterator
 
 from dace import data
 from dace.sdfg import SDFG, SDFGState, nodes
+from dace.sdfg.graph import MultiConnectorEdge
+from dace.sdfg.validation import InvalidSDFGError
+from sympy import sympify
 
 from stepdown.models.errors import CanonicalFormError
-from stepdown.models.operators.operator import Operator, canonical_dims
+from stepdown.models.operators.gradient import GRADIENT
+from stepdown.models.operators.operator import Operator, canonical_dims, data_type
 from stepdown.transformations.training_graph import TrainingGraph
 
 
@@ -113,6 +117,25 @@ def validate(graph: TrainingGraph) -> None:
     for name in graph.kept:
         if graph.forward.arrays[name].transient:
             raise CanonicalFormError(f'kept container "{name}" is a temporary of the forward graph (rule 4)')
+    _validate_shared(graph.forward, graph.backward)
+
+
+def _validate_shared(forward: SDFG, backward: SDFG) -> None:
+    """What backward reads besides gradients is an argument of forward, in the same type, shape and layout."""
+    written = written_containers(backward)
+    for name, descriptor in backward.arrays.items():
+        if descriptor.transient or name in written or name.startswith(GRADIENT):
+            continue
+        if name not in forward.arrays or forward.arrays[name].transient:
+            raise CanonicalFormError(
+                f'graph "{backward.name}" reads "{name}", which is no argument of graph "{forward.name}" (rule 4)'
+            )
+        other = forward.arrays[name]
+        if (descriptor.dtype, descriptor.shape, descriptor.strides) != (other.dtype, other.shape, other.strides):
+            raise CanonicalFormError(
+                f'container "{name}" has another type, shape or layout in graph "{backward.name}" than in graph '
+                f'"{forward.name}" (rule 4)'
+            )
 
 
 def validate_sdfg(sdfg: SDFG) -> None:
@@ -140,7 +163,10 @@ def validate_sdfg(sdfg: SDFG) -> None:
             raise CanonicalFormError(f'temporary "{name}" of graph "{sdfg.name}" is never used (rule 3)')
         if descriptor.transient and name not in written:
             raise CanonicalFormError(f'temporary "{name}" of graph "{sdfg.name}" is read but never written (rule 3)')
-    sdfg.validate()
+    try:
+        sdfg.validate()
+    except InvalidSDFGError as error:
+        raise CanonicalFormError(f'graph "{sdfg.name}" is refused by DaCe: {error.message} (rule 3)') from error
 
 
 def _validate_access(sdfg: SDFG, state: SDFGState, node: nodes.AccessNode, written: set[str]) -> None:
@@ -155,16 +181,44 @@ def _validate_access(sdfg: SDFG, state: SDFGState, node: nodes.AccessNode, writt
             raise CanonicalFormError(f'container "{node.data}" is not written by an operator alone (rule 3)')
 
 
+def _validate_edge(sdfg: SDFG, node: Operator, edge: MultiConnectorEdge, dims: dict[str, str]) -> None:
+    """Whole containers, or the part at constant leading indices, between an access node and a known connector."""
+    connector, other = (edge.dst_conn, edge.src) if edge.dst is node else (edge.src_conn, edge.dst)
+    if not isinstance(other, nodes.AccessNode) or edge.data.is_empty():
+        raise CanonicalFormError(f'operator "{node.name}" has an edge to "{other}" that carries no container (rule 3)')
+    if connector not in dims:
+        raise CanonicalFormError(f'operator "{node.name}" has no operand "{connector}" (rule 1)')
+    descriptor = sdfg.arrays[edge.data.data]
+    leading = max(len(descriptor.shape) - len(dims[connector]), 0)
+    for axis, ((low, _, step), size, extent) in enumerate(
+        zip(edge.data.subset.ranges, edge.data.subset.size(), descriptor.shape, strict=True)
+    ):
+        whole = low == 0 and size == extent
+        index = size == 1 and not sympify(low).free_symbols
+        if step != 1 or not (index if axis < leading else whole):
+            raise CanonicalFormError(
+                f'operator "{node.name}" reads or writes "{edge.data.data}[{edge.data.subset}]", an edge takes whole '
+                f"dimensions after constant leading indices (rule 3)"
+            )
+
+
 def _validate_operator(sdfg: SDFG, state: SDFGState, node: Operator, dims: dict[str, str]) -> None:
-    node.sizes(sdfg, state)
     own = node.operand_dims()
+    for edge in state.all_edges(node):
+        _validate_edge(sdfg, node, edge, own)
+    node.sizes(sdfg, state)
     connected = {connector for connector, _, _ in operand_edges(state, node)}
     for connector in (*node.inputs, *node.outputs):
         if connector not in connected:
             raise CanonicalFormError(f'operand "{connector}" of operator "{node.name}" is not connected (rule 1)')
-    for connector, name, _ in operand_edges(state, node):
-        if connector not in own:
-            raise CanonicalFormError(f'operator "{node.name}" has no operand "{connector}" (rule 1)')
+    operands = {connector: name for connector, name, _ in operand_edges(state, node)}
+    types = node.result_types(data_type(sdfg.arrays[operands[node.main_operand]]))
+    for connector, name, written in operand_edges(state, node):
+        if written and data_type(sdfg.arrays[name]) is not types[connector]:
+            raise CanonicalFormError(
+                f'container "{name}" has type "{data_type(sdfg.arrays[name])}", output "{connector}" of operator '
+                f'"{node.name}" has type "{types[connector]}" (rule 1)'
+            )
         letters = canonical_dims(own[connector])
         if len(sdfg.arrays[name].shape) == len(letters) and dims.setdefault(name, letters) != letters:
             raise CanonicalFormError(
