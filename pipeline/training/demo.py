@@ -11,8 +11,10 @@ Each run has a process of its own, so that its peak of memory is its own.
 
 import json
 import multiprocessing
+import os
 import pydoc_data.topics
 import sys
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -77,11 +79,18 @@ def train_apart(options: TrainingOptions) -> TrainingResult:
 
     :raises TrainingError: when that process dies.
     """
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_silence_dace) as pool:
         try:
             return pool.submit(train, options).result()
         except BrokenProcessPool:
             raise TrainingError(f'The process that trained with the backend "{options.backend}" died.') from None
+
+
+def _silence_dace() -> None:
+    if not sys.warnoptions:
+        # As on the command line: DaCe warns about every symbol that a nested SDFG does not use.
+        warnings.filterwarnings("ignore", module=r"dace\.")
 
 
 def results_table(runs: dict[str, TrainingResult]) -> Table:
@@ -198,6 +207,8 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
 ) -> None:
     """Train a small BERT with both backends, compare them, and show what the pipeline did to the layer."""
+    # For the training processes: where others compute, threads that spin while they wait cost a multiple of the time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         options = TrainingOptions(
