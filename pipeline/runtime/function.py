@@ -1,11 +1,10 @@
 """A compiled layer as a differentiable function of PyTorch's autograd."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stepdown.pipeline.runtime.binding import Binding, ForwardPlan
 
@@ -47,7 +46,6 @@ class LayerFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         kept, x, output, mask, rng, *parameters = ctx.saved_tensors
         if gradient.is_neg():
@@ -63,7 +61,18 @@ class LayerFunction(torch.autograd.Function):
             parameters,
             ctx.needs_input_grad[FIXED:],
         )
+        if torch.is_grad_enabled():  # create_graph=True: these gradients must not pass for constants
+            gradients = _refusing_derivatives(gradients)
         return (*(None,) * FIXED, *gradients)
+
+
+def _refusing_derivatives(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients, so that their own derivatives raise an error (PyTorch's ``once_differentiable`` does so only where
+    the incoming gradient requires one)."""
+    message = b"A compiled layer has no second derivatives (once_differentiable); first derivatives are accepted."
+    present = [gradient.detach().requires_grad_() for gradient in gradients if gradient is not None]
+    refused = iter(torch._C._functions.DelayedError(message, len(present))(*present))
+    return [None if gradient is None else next(refused) for gradient in gradients]
 
 
 # "LayerFunction.apply" without its first step, the search for torch.func's tensors in all arguments: the module refuses

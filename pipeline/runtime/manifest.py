@@ -196,6 +196,8 @@ def _expression(argument: Argument, text: str) -> sympy.Expr:
         raise BuildError(
             f'The size "{text}" of "{argument.name}" cannot be read; accepted are expressions in "B" and "S".'
         ) from error
+    if not isinstance(expression, sympy.Basic):  # SymPy takes the names of its own functions for them
+        raise BuildError(f'The size "{text}" of "{argument.name}" holds {{{text}}}; accepted are "B" and "S".')
     unknown = expression.free_symbols - set(_SYMBOLS.values())
     if unknown:
         raise BuildError(f'The size "{text}" of "{argument.name}" holds {unknown}; accepted are "B" and "S".')

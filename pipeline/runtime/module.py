@@ -213,6 +213,7 @@ class StepdownLayer(nn.Module):
             if (
                 type(parameter) not in _PLAIN
                 or parameter.dtype is not dtype
+                or parameter.layout is not torch.strided
                 or not parameter.is_cpu
                 or parameter.shape != shape
             ):

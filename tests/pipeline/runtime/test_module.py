@@ -417,7 +417,7 @@ def test_a_pickled_layer_without_its_build(make_build: BuildFactory) -> None:
     with pytest.raises(BuildError, match="holds another build than the one that the pickled layer was made with"):
         pickle.loads(data)
     manifest.unlink()
-    with pytest.raises(BuildError, match="manifest.json"):
+    with pytest.raises(BuildError, match=r"manifest\.json"):
         pickle.loads(data)
 
 

@@ -94,7 +94,8 @@ def test_type_of_the_input(layer: StepdownLayer, value: Any, name: str) -> None:
 )
 def test_mask(layer: StepdownLayer, mask: Any, given: str) -> None:
     expected = (
-        f"attention_mask {given} was given; accepted is a boolean or integer tensor [2, 3] on the CPU, 1 where keys are "
+        f"attention_mask {given} was given; accepted is a boolean or integer tensor [2, 3] on the CPU, 1 where keys "
+        "are "
         f"attended to."
     )
     assert sentence(lambda: layer(torch.zeros(2, 3, 8), mask)) == expected
