@@ -79,7 +79,8 @@ def container_dims(sdfg: SDFG) -> dict[str, str]:
 def kept_containers(forward: SDFG, backward: SDFG) -> tuple[str, ...]:
     """What backward reads of what forward computes, beyond the layer's inputs and output (rule 4)."""
     written = {name for name in written_containers(forward) if not name_is_output(forward, name)}
-    return tuple(sorted(name for name in backward.arrays if name in written and not backward.arrays[name].transient))
+    read = {node.data for node in the_state(backward).data_nodes() if not backward.arrays[node.data].transient}
+    return tuple(sorted(read & written))
 
 
 def written_containers(sdfg: SDFG) -> set[str]:

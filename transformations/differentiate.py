@@ -12,14 +12,18 @@ from __future__ import annotations
 import copy
 
 import dace
+from dace import data
 from dace.autodiff.backward_pass_generator import BackwardPassGenerator
 from dace.sdfg import SDFG, SDFGState, nodes
 
+from stepdown.models.dtypes import DTYPES
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import Add, Operator, Scale
 from stepdown.models.operators.gradient import GRADIENT, connect_operator
 from stepdown.transformations.canonical_form import container_dims, kept_containers, the_state, topological_nodes
 from stepdown.transformations.training_graph import TrainingGraph
+
+FLOATING_POINT = frozenset(dtype.dace for dtype in DTYPES.values())
 
 
 def differentiate(forward: SDFG, output: str, required: list[str]) -> TrainingGraph:
@@ -29,8 +33,10 @@ def differentiate(forward: SDFG, output: str, required: list[str]) -> TrainingGr
         statistics that gradients read as further outputs of its operators.
     :param output: container whose gradient is given.
     :param required: containers whose gradients are wanted; the gradient of ``c`` is called ``gradient_c``.
-    :raises CanonicalFormError: when an operator has no gradient rule.
+    :raises CanonicalFormError: when an operator has no gradient rule, ``output`` is not computed, or a gradient is
+        wanted of something that is not an argument or that ``output`` does not depend on.
     """
+    _check_request(forward, output, required)
     forward = copy.deepcopy(forward)
     dims = container_dims(forward)
     raw = SDFG(f"{forward.name}_backward")
@@ -44,6 +50,35 @@ def differentiate(forward: SDFG, output: str, required: list[str]) -> TrainingGr
     for name in kept:
         forward.arrays[name].transient = False
     return TrainingGraph(forward, backward, kept)
+
+
+def _check_request(forward: SDFG, output: str, required: list[str]) -> None:
+    """Refuse gradients that do not exist, which DaCe would trip over."""
+    state = the_state(forward)
+    results = [node for node in state.data_nodes() if node.data == output and state.in_degree(node) > 0]
+    if not results:
+        raise CanonicalFormError(f'graph "{forward.name}" computes no container "{output}"')
+    upstream: set[nodes.Node] = set()
+    pending: list[nodes.Node] = list(results)
+    while pending:
+        node = pending.pop()
+        if node not in upstream:
+            upstream.add(node)
+            pending += [edge.src for edge in state.in_edges(node)]
+    accepted = {
+        node.data
+        for node in upstream
+        if isinstance(node, nodes.AccessNode)
+        and state.in_degree(node) == 0
+        and forward.arrays[node.data].dtype in FLOATING_POINT
+        and not isinstance(forward.arrays[node.data], data.Scalar)  # a probability
+    }
+    for name in required:
+        if name not in accepted:
+            names = ", ".join(f'"{other}"' for other in sorted(accepted))
+            raise CanonicalFormError(
+                f'the gradient of "{name}" was asked for; "{output}" of graph "{forward.name}" has gradients of {names}'
+            )
 
 
 class _Flattener:
@@ -183,7 +218,7 @@ class _Flattener:
         )
 
     def _drop_unread(self) -> None:
-        """Remove operators whose results nobody reads."""
+        """Remove operators whose results nobody reads, and arguments that no operator reads any more."""
         changed = True
         while changed:
             changed = False
@@ -197,3 +232,6 @@ class _Flattener:
             for access in self.state.data_nodes():
                 if self.state.degree(access) == 0:
                     self.state.remove_node(access)
+        read = {access.data for access in self.state.data_nodes()}
+        for name in [name for name in self.sdfg.arrays if name not in read and name != self.given]:
+            self.sdfg.remove_data(name)
