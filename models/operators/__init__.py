@@ -39,7 +39,8 @@ ROW_OPERATORS: tuple[type[Operator], ...] = (
 OPERATORS: tuple[type[Operator], ...] = (Contraction, *ROW_OPERATORS)
 """Every operator of the vocabulary; besides them a graph holds groups of them only (canonical form, rule 5)."""
 
-for _operator in (*ROW_OPERATORS, RowGroup):
+_expanded: tuple[type[Operator], ...] = (*ROW_OPERATORS, RowGroup)
+for _operator in _expanded:
     _operator.register_implementation("pure", ExpandStatementsPure)
 
 __all__ = [

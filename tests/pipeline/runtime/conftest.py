@@ -1,3 +1,4 @@
+# mypy: disable-error-code="var-annotated"
 """A build that is not compiled by the project: two small C++ libraries with the same interface, and their manifest.
 
 They compute, with gamma, beta, delta and epsilon for the parameters of the two layer normalizations and c = 1/64,

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="operator,attr-defined"
 """Loading builds: what is refused, what is shared, and what a call costs."""
 
 import ctypes

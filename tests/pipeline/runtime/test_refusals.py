@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr,operator"
 """What a compiled layer refuses: one sentence with what was given and what is accepted, and nothing is run."""
 
 import copy

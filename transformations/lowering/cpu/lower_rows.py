@@ -446,5 +446,6 @@ class ExpandRowsCPU(ExpandTransformation):
 
 def register() -> None:
     """Attach the ``cpu`` expansion to every row and element-wise operator, and to groups of them."""
-    for operator in (*ROW_OPERATORS, RowGroup):
+    expanded: tuple[type[Operator], ...] = (*ROW_OPERATORS, RowGroup)
+    for operator in expanded:
         operator.register_implementation("cpu", ExpandRowsCPU)
