@@ -9,6 +9,7 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -133,12 +134,12 @@ def _count_operators(direction: str, sdfg: SDFG) -> list[OperatorCounts]:
         sizes = {letter: _free(extent) for letter, extent in node.sizes(sdfg, state).items()}
         moved: Count = 0
         words: dict[bool, Count] = {True: 0, False: 0}
-        seen: set[str] = set()
+        seen: set[tuple[Any, ...]] = set()
         dims = node.operand_dims()
         for edge in state.all_edges(node):
             written = edge.src is node
             connector = edge.src_conn if written else edge.dst_conn
-            operand = f"{edge.data.data}[{edge.data.subset}]"
+            operand = (edge.data.data, *edge.data.subset.ranges)
             if operand in seen:
                 continue
             seen.add(operand)
@@ -162,6 +163,7 @@ def _bytes(sdfg: SDFG, name: str) -> sympy.Expr:
     return count * descriptor.dtype.bytes
 
 
+@lru_cache(maxsize=1024)
 def _free(extent: Any) -> sympy.Expr:
     """An extent in plain symbols: DaCe's carry assumptions that make equal names differ."""
     expression = sympy.sympify(extent)
