@@ -8,12 +8,12 @@ from torch import Tensor
 
 from stepdown.pipeline.runtime.binding import Binding, ForwardPlan
 
-FIXED = 5
-"""How many arguments of the function come before those that have gradients."""
+Call = tuple[Binding, ForwardPlan, Tensor, Tensor, tuple[float, ...]]
+"""What a call has besides input and parameters, as one argument: libraries, plan, mask, rng and probabilities."""
 
 
 class LayerFunction(torch.autograd.Function):
-    """`differentiable(binding, plan, probabilities, mask, rng, x, *parameters)` -> the output `[B, S, E]`.
+    """`differentiable(call, x, *parameters)` -> the output `[B, S, E]`.
 
     Tensors are contiguous and of the right type. What the backward library reads is saved the way autograd knows:
     changes in place are noticed, hooks on saved tensors see everything, and it is freed with the graph. When no
@@ -21,16 +21,8 @@ class LayerFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        binding: Binding,
-        plan: ForwardPlan,
-        probabilities: tuple[float, ...],
-        mask: Tensor,
-        rng: Tensor,
-        *inputs: Tensor,
-    ) -> Tensor:
-        x, *parameters = inputs
+    def forward(ctx: Any, call: Call, x: Tensor, *parameters: Tensor) -> Tensor:
+        binding, plan, mask, rng, probabilities = call
         output, kept = binding.forward(plan, x, mask, rng, probabilities, parameters)
         if any(ctx.needs_input_grad):
             ctx.binding = binding
@@ -59,11 +51,11 @@ class LayerFunction(torch.autograd.Function):
             rng,
             ctx.probabilities,
             parameters,
-            ctx.needs_input_grad[FIXED:],
+            ctx.needs_input_grad[1:],
         )
         if torch.is_grad_enabled():  # create_graph=True: these gradients must not pass for constants
             gradients = _refusing_derivatives(gradients)
-        return (*(None,) * FIXED, *gradients)
+        return None, *gradients
 
 
 def _refusing_derivatives(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -193,7 +193,7 @@ class StepdownLayer(nn.Module):
             rng = _NO_RNG
             self.__dict__["_last_rng"] = None
         if torch.is_grad_enabled():
-            return differentiable(binding, plan, probabilities, mask, rng, x.contiguous(), *parameters)
+            return differentiable((binding, plan, mask, rng, probabilities), x.contiguous(), *parameters)
         return binding.forward(plan, x.contiguous(), mask, rng, probabilities, parameters)[0]
 
     def _gather(self, binding: Binding) -> list[Tensor]:
