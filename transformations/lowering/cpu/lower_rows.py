@@ -73,6 +73,7 @@ class RowLowering:
         inner_shape = [self.sizes[letter] for letter in program.inner]
         for name in self._columns():
             self._top_array(f"partial_{name}", [BLOCKS, *inner_shape], self.scalar)
+            self._top_array(f"lost_{name}", [BLOCKS, *inner_shape], self.scalar)
         for name in self._buffers():
             self._top_array(f"buffer_{name}", [BLOCKS, *inner_shape], self._type(name))
         for statement in self._random():
@@ -93,15 +94,9 @@ class RowLowering:
         self._scalar_tasklet(sdfg, last, self.program.constants)
         if self._columns():
             last = sdfg.add_state_after(last, "clear")
-            for name in self._columns():
-                self._element_map(
-                    sdfg,
-                    last,
-                    f"clear_{name}",
-                    {},
-                    f"out = {self.scalar.ctype}(0);",
-                    {"out": self._block_memlet(f"partial_{name}")},
-                )
+            for name in self._column_memory():
+                zero = {"out": self._block_memlet(name)}
+                self._element_map(sdfg, last, f"clear_{name}", {}, f"out = {self.scalar.ctype}(0);", zero)
         self._rows_of_block(sdfg, last)
         last = sdfg.add_state_after(last, "rows")
         entry, exit_ = last.add_map("rows", {ROW: f"{ROW_BEGIN}:{ROW_END}"}, dace.ScheduleType.Sequential)
@@ -189,14 +184,12 @@ class RowLowering:
                 if name not in local and f"in_{name}" not in inputs:
                     inputs[f"in_{name}"] = self._element_memlet(name)
             text = self._text(statement, lambda name: self._widened(sdfg, name, local))
+            if statement in row_pass.column_reductions:
+                code.append(self._compensated(statement.target, text, inputs, outputs))
+                continue
             if statement.reduction is not None:
                 code.append(f"out_{statement.target} = {text};")
-                row_sum = statement in row_pass.row_reductions
-                memlet = (
-                    dace.Memlet(f"{statement.target}[0]")
-                    if row_sum
-                    else self._block_memlet(f"partial_{statement.target}")
-                )
+                memlet = dace.Memlet(f"{statement.target}[0]")
                 memlet.wcr = "lambda x, y: x + y" if statement.reduction == "sum" else "lambda x, y: max(x, y)"
                 memlet.wcr_nonatomic = True
                 outputs[f"out_{statement.target}"] = memlet
@@ -210,6 +203,26 @@ class RowLowering:
                 outputs[f"keep_{statement.target}"] = self._block_memlet(f"buffer_{statement.target}")
                 code.append(f"keep_{statement.target} = v_{statement.target};")
         self._element_map(sdfg, state, f"pass_{number}", inputs, "\n".join(code), outputs)
+
+    def _compensated(
+        self, name: str, text: str, inputs: dict[str, dace.Memlet], outputs: dict[str, dace.Memlet]
+    ) -> str:
+        """C++ that adds a row's values to the block's sums of columns and keeps what rounding loses (Kahan, 1965).
+
+        A block may have hundreds of rows: plain addition one by one would lose more than PyTorch's cascade does. Where
+        a sum is infinite there is nothing to keep.
+        """
+        scalar = self.scalar.ctype
+        for prefix, memory in (("sum", f"partial_{name}"), ("lost", f"lost_{name}")):
+            inputs[f"in_{prefix}_{name}"] = self._block_memlet(memory)
+            outputs[f"out_{prefix}_{name}"] = self._block_memlet(memory)
+        return (
+            f"const {scalar} k_added_{name} = {text} - in_lost_{name};\n"
+            f"const {scalar} k_sum_{name} = in_sum_{name} + k_added_{name};\n"
+            f"const {scalar} k_lost_{name} = (k_sum_{name} - in_sum_{name}) - k_added_{name};\n"
+            f"out_sum_{name} = k_sum_{name};\n"
+            f"out_lost_{name} = k_lost_{name} == k_lost_{name} ? k_lost_{name} : {scalar}(0);"
+        )
 
     def _element_map(
         self,
@@ -290,13 +303,22 @@ class RowLowering:
         body = self._inner_sdfg("column", [*names, *final_outputs, *sorted(needed)], {"i_chunk"})
         add_up = body.add_state("add_up")
         inner = ", ".join(INDEX + letter for letter in self.program.inner)
-        inputs = {f"in_{name}": dace.Memlet(f"{name}[{BLOCK}, {inner}]") for name in names}
-        outputs = {f"out_{name}": dace.Memlet(f"{name}[0, {inner}]", wcr="lambda x, y: x + y") for name in names}
-        for memlet in outputs.values():
-            memlet.wcr_nonatomic = True
         code = "\n".join(f"out_{name} = in_{name};" for name in names)
-        add_nested_maps(add_up, "add_up", {BLOCK: f"1:{BLOCKS}"}, ranges, inputs, code, outputs)
-        store = body.add_state_after(add_up, "store")
+        # In two levels, eight blocks and then eight sums, so that rounding errors do not grow with the blocks.
+        levels = (
+            ({"i_eight": f"0:{BLOCKS // 8}", BLOCK: "1:8"}, f"8 * i_eight + {BLOCK}", "8 * i_eight"),
+            ({BLOCK: f"1:{BLOCKS // 8}"}, f"8 * {BLOCK}", "0"),
+        )
+        for outer, source, target in levels:
+            inputs = {f"in_{name}": dace.Memlet(f"{name}[{source}, {inner}]") for name in names}
+            outputs = {
+                f"out_{name}": dace.Memlet(f"{name}[{target}, {inner}]", wcr="lambda x, y: x + y") for name in names
+            }
+            for memlet in outputs.values():
+                memlet.wcr_nonatomic = True
+            add_nested_maps(add_up, "add_up", outer, ranges, inputs, code, outputs)
+            add_up = body.add_state_after(add_up, "add_up_eights" if target != "0" else "store")
+        store = add_up
         local: set[str] = set()
         inputs, outputs, lines = {}, {}, []
         for statement in self.program.final:
@@ -321,6 +343,10 @@ class RowLowering:
     def _columns(self) -> list[str]:
         return [s.target for row_pass in self.program.passes for s in row_pass.column_reductions]
 
+    def _column_memory(self) -> list[str]:
+        """The blocks' sums of columns, and what rounding lost of them."""
+        return [f"{kind}_{name}" for name in self._columns() for kind in ("partial", "lost")]
+
     def _random(self) -> list[Statement]:
         return [s for row_pass in self.program.passes for s in row_pass.elements if s.random is not None]
 
@@ -339,7 +365,7 @@ class RowLowering:
         """Containers that the blocks use: every operand but those that only the final statements touch."""
         final = {s.target for s in self.program.final}
         used = [name for name in self.operands if name in self.sdfg.arrays and name not in final]
-        partials = [f"partial_{name}" for name in self._columns()]
+        partials = self._column_memory()
         buffers = [f"buffer_{name}" for name in self._buffers()]
         return used + partials + buffers + [f"words_{s.target}" for s in self._random()]
 
