@@ -7,7 +7,6 @@ neither. Exit codes: 0 for success, 1 for a check that failed, 2 for wrong usage
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
@@ -121,9 +120,6 @@ def stepdown_command(
 
 def main() -> None:
     """Entry point of the command ``stepdown``."""
-    if not sys.warnoptions:
-        # DaCe warns about every symbol that a nested SDFG does not use; PYTHONWARNINGS=default shows it.
-        warnings.filterwarnings("ignore", module=r"dace\.")
     app(prog_name="stepdown")
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dace
+from dace import data
 from dace.codegen import codegen, compiler, exceptions
 from dace.sdfg import SDFG
 
@@ -46,7 +47,10 @@ def generate(graph: TrainingGraph, folder: Path, optimize: Optimize) -> dict[str
         work: dict[str, Path] = {}
         for direction, sdfg in graph.graphs():
             work[direction] = Path(scratch) / direction
-            compiler.generate_program_folder(sdfg, codegen.generate_code(sdfg), str(work[direction]))
+            objects = codegen.generate_code(sdfg)
+            frame = next(code for code in objects if code.title == "Frame")
+            frame.code += packed_call(sdfg)
+            compiler.generate_program_folder(sdfg, objects, str(work[direction]))
         with _HEADER:
             compiler.prepare_precompiled_header(["cpu"])
         jobs = {
@@ -74,9 +78,36 @@ def _compile(folder: Path, name: str, optimize: Optimize, scratch: Path) -> Path
         raise BuildError(f'The generated code of "{name}" did not compile: {line}.') from error
 
 
+def packed_call(sdfg: SDFG) -> str:
+    """C++ that calls the program with the state handle and one array of 8-byte values: pointers, integers, doubles.
+
+    A caller in Python hands over one block of memory instead of converting some fifty arguments one by one.
+    """
+    names = program_names(sdfg)
+    values = ["state"]
+    for place, descriptor in enumerate(sdfg.arglist().values()):
+        kind = descriptor.dtype.ctype
+        if not isinstance(descriptor, data.Scalar):
+            values.append(f"reinterpret_cast<{kind}*>(values[{place}])")
+        elif descriptor.dtype == dace.float64:
+            values.append(f"reinterpret_cast<const double*>(values)[{place}]")
+        elif descriptor.dtype in (dace.int32, dace.int64):
+            values.append(f"static_cast<{kind}>(values[{place}])")
+        else:
+            raise BuildError(
+                f'argument {place} of "{sdfg.name}" is a value of {kind}; accepted are double and integers.'
+            )
+    arguments = ",\n        ".join(values)
+    return (
+        f"\nDACE_EXPORTED void {names['call']}({sdfg.name}_state_t* state, const int64_t* values)\n{{\n"
+        f"    {names['program']}({arguments});\n}}\n"
+    )
+
+
 def program_names(sdfg: SDFG) -> dict[str, str]:
     """The functions of a library, by what they do."""
     return {
+        "call": f"__call_{sdfg.name}",
         "program": f"__program_{sdfg.name}",
         "init": f"__dace_init_{sdfg.name}",
         "exit": f"__dace_exit_{sdfg.name}",

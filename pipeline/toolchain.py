@@ -27,6 +27,7 @@ import ninja
 from dace.config import Config
 
 from stepdown.models.errors import BuildError, OptionError
+from stepdown.models.quiet import quiet_dace
 from stepdown.pipeline.cache import default_root
 
 Optimize = Literal["release", "light"]
@@ -231,8 +232,9 @@ def dace_configuration(
     """DaCe as the project wants it, for everything from parsing a program to compiling its code.
 
     Starts from DaCe's defaults, so that neither a user's ``.dace.conf`` nor ``DACE_*`` variables (``DACE_debugprint``
-    excepted) change what is generated. One thread at a time may be inside; it may enter again. Code that also waits for
-    an entry of the build cache takes the two in one order everywhere, or two threads wait for each other.
+    excepted) change what is generated. DaCe's warnings are ignored in this thread. One thread at a time may be inside;
+    it may enter again. Code that also waits for an entry of the build cache takes the two in one order everywhere, or
+    two threads wait for each other.
 
     :param build_folder: where SDFGs without a folder of their own are compiled; ``None`` takes a temporary one that is
         removed on exit.
@@ -242,6 +244,7 @@ def dace_configuration(
         if build_folder is None:
             build_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepdown-build-")))
         stack.enter_context(_LOCK)
+        stack.enter_context(quiet_dace())
         stack.enter_context(preserved_dace_configuration())
         stack.enter_context(_environment(build_environment()))
         configure_dace(optimize, isa=isa, build_folder=build_folder)

@@ -84,7 +84,8 @@ def load_graph(file: Path) -> SDFG:
     """
     content = read_graph(file)
     try:
-        sdfg = SDFG.from_json(content)
+        with quiet_dace():
+            sdfg = SDFG.from_json(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CanonicalFormError(f'"{file}" cannot be read as an SDFG: {error}.') from error
     for node, _ in sdfg.all_nodes_recursive():

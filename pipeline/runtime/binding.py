@@ -9,6 +9,7 @@ that depends on `B` and `S` when they are first seen, and what is left are point
 import ctypes
 import math
 import shutil
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -44,14 +45,8 @@ PLANS = 512
 CPU = torch.device("cpu")
 SET_THREADS = "stepdown_set_num_threads"
 
-_CType = type["ctypes._SimpleCData[Any]"]
-_SCALARS: dict[str, _CType] = {
-    "float64": ctypes.c_double,
-    "float32": ctypes.c_float,
-    "int32": ctypes.c_int32,
-    "int64": ctypes.c_int64,
-    "uint32": ctypes.c_uint32,
-}
+_FORMATS = {"float64": "d", "int32": "q", "int64": "q"}
+"""How an argument that is passed by value lies in the block of arguments; pointers are integers too."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Library:
         self.interface = interface
         library = _open(interface.library)
         try:
-            init, program = library[interface.init], library[interface.program]
+            init, program = library[interface.init], library[interface.call]
         except AttributeError as error:
             raise BuildError(f'"{interface.library}" lacks a function that its manifest names: {error}.') from error
         init.restype = ctypes.c_void_p
@@ -100,8 +95,10 @@ class Library:
         if not self.handle:
             raise BuildError(f'"{interface.library}" could not be initialised by "{interface.init}".')
         program.restype = None
-        program.argtypes = [ctypes.c_void_p, *(_c_type(argument) for argument in interface.arguments)]
-        self._program: Callable[..., None] = program
+        # A bytes object's contents are aligned to 8 bytes.
+        program.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        self._program: Callable[[int, bytes], None] = program
+        self._pack = struct.Struct("".join(map(_format, interface.arguments))).pack
         set_threads = getattr(library, SET_THREADS, None)
         if set_threads is not None:
             set_threads.restype, set_threads.argtypes = None, [ctypes.c_int]
@@ -116,7 +113,7 @@ class Library:
         """Run the program in the calling thread, with as many OpenMP threads as PyTorch uses there; frees the GIL."""
         if self._set_threads is not None:
             self._set_threads(torch.get_num_threads())
-        self._program(self.handle, *self._pick(values))
+        self._program(self.handle, self._pack(*self._pick(values)))
 
 
 def slot(argument: Argument) -> str:
@@ -132,12 +129,12 @@ def slot(argument: Argument) -> str:
             return role
 
 
-def _c_type(argument: Argument) -> _CType:
+def _format(argument: Argument) -> str:
     if argument.role not in ("probability", "symbol"):
-        return ctypes.c_void_p
-    if argument.dtype not in _SCALARS:
-        raise BuildError(f'"{argument.name}" is a value of {argument.dtype}; accepted are {", ".join(_SCALARS)}.')
-    return _SCALARS[argument.dtype]
+        return "q"
+    if argument.dtype not in _FORMATS:
+        raise BuildError(f'"{argument.name}" is a value of {argument.dtype}; accepted are {", ".join(_FORMATS)}.')
+    return _FORMATS[argument.dtype]
 
 
 class Binding:
@@ -306,7 +303,7 @@ class Binding:
         """The output `[B, S, E]` and the block of kept tensors. Every tensor is contiguous and of the right type."""
         output = torch.empty_like(x)
         kept = POOL.take(plan.kept_bytes)
-        workspace = POOL.take(plan.workspace_bytes)
+        workspace = POOL.scratch(plan.workspace_bytes)
         kept_at, workspace_at = kept.data_ptr(), workspace.data_ptr()
         self._forward.call(
             [
@@ -346,7 +343,7 @@ class Binding:
             torch.empty_like(like) if wanted else None
             for like, wanted in zip((gradient, *self._templates), needed, strict=True)
         ]
-        workspace = POOL.take(plan.workspace_bytes)
+        workspace = POOL.scratch(plan.workspace_bytes)
         kept_at, workspace_at = kept.data_ptr(), workspace.data_ptr()
         unwanted = iter(plan.unwanted)
         pointers = [0] * len(self.parameters)

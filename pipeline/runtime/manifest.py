@@ -61,10 +61,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Interface:
-    """The functions of one library and the arguments of its program, in C order after the handle."""
+    """The functions of one library and the arguments of its program, in C order after the handle.
+
+    ``call`` is the function that takes them as an array of 8-byte values.
+    """
 
     library: Path
-    program: str
+    call: str
     init: str
     arguments: tuple[Argument, ...]
     init_arguments: tuple[str, ...]
@@ -116,7 +119,7 @@ def read_interface(build: Path, manifest: Mapping[str, Any], direction: str) -> 
         abi = manifest["abi"][direction]
         arguments = tuple(_argument(entry) for entry in abi["arguments"])
         interface = Interface(
-            build / abi["library"], abi["program"], abi["init"], arguments, tuple(abi.get("init_arguments", ()))
+            build / abi["library"], abi["call"], abi["init"], arguments, tuple(abi.get("init_arguments", ()))
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BuildError(f'The {direction} interface of "{build}" is incomplete: {error!r}.') from error

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pydoc_data.topics
 import sys
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -80,17 +79,11 @@ def train_apart(options: TrainingOptions) -> TrainingResult:
     :raises TrainingError: when that process dies.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_silence_dace) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         try:
             return pool.submit(train, options).result()
         except BrokenProcessPool:
             raise TrainingError(f'The process that trained with the backend "{options.backend}" died.') from None
-
-
-def _silence_dace() -> None:
-    if not sys.warnoptions:
-        # As on the command line: DaCe warns about every symbol that a nested SDFG does not use.
-        warnings.filterwarnings("ignore", module=r"dace\.")
 
 
 def results_table(runs: dict[str, TrainingResult]) -> Table:

@@ -223,7 +223,7 @@ def write_build(folder: Path, definition: EncoderLayer, dtype: str, batch: int |
         )
         abi[direction] = {
             "library": f"lib/{direction}.so",
-            "program": "__program_fake",
+            "call": "__call_fake",
             "init": "__dace_init_fake",
             "exit": "__dace_exit_fake",
             "arguments": arguments,
@@ -255,4 +255,12 @@ def function_source(
     lines += [f"    const int {name} = {size};" for name, size in (("B", batch), ("S", seq)) if size is not None]
     lines.append(f"    const int count[] = {{{', '.join(str(other.elements) for other in others)}}};")
     lines.append(f"    REAL* {prefix}other[] = {{{', '.join(prefix + other.container for other in others)}}};")
-    return "\n".join(lines) + body + "}\n"
+    passed = [
+        f"*(const double*)(values + {place})"
+        if a["role"] == "probability"
+        else f"({kinds[a['dtype']]}{'' if a['role'] == 'symbol' else '*'})values[{place}]"
+        for place, a in enumerate(arguments)
+    ]
+    call = 'extern "C" void __call_fake(void* handle, const int64_t* values)'
+    call += f"{{ __program_fake(handle, {', '.join(passed)}); }}"
+    return "\n".join(lines) + body + "}\n" + call + "\n"

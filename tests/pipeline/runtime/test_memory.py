@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stepdown.pipeline.runtime.memory import POOLED, BlockPool, rounded
+from stepdown.pipeline.runtime.memory import POOLED, SCRATCH, BlockPool, rounded
 
 SIZE = 4 * POOLED
 
@@ -134,3 +134,21 @@ def test_blocks_made_in_inference_mode_can_be_saved_later(pool: BlockPool) -> No
     with torch.inference_mode():
         pool.take(SIZE)
     assert not pool.take(SIZE).is_inference()
+
+
+def test_scratch_of_a_thread_is_one_block(pool: BlockPool) -> None:
+    first = pool.scratch(100)
+    assert first.numel() >= 100
+    assert pool.scratch(SCRATCH).data_ptr() == first.data_ptr()
+    assert pool.scratch(SCRATCH + 1).numel() == SCRATCH + 1
+    other: list[int] = []
+    thread = threading.Thread(target=lambda: other.append(pool.scratch(100).data_ptr()))
+    thread.start()
+    thread.join()
+    assert other != [first.data_ptr()]
+
+
+def test_scratch_made_in_inference_mode_is_of_use_outside(pool: BlockPool) -> None:
+    with torch.inference_mode():
+        block = pool.scratch(100)
+    assert not block.is_inference()
