@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from dace.codegen import codegen, compiler, exceptions
 from dace.sdfg import SDFG
 
 from stepdown.models.errors import BuildError
+from stepdown.models.quiet import quiet_dace
 from stepdown.pipeline.toolchain import Optimize, configure_dace, dace_configuration
 from stepdown.transformations.lowering.cpu import simd
 from stepdown.transformations.training_graph import TrainingGraph
@@ -40,10 +40,8 @@ def generate(graph: TrainingGraph, folder: Path, optimize: Optimize) -> dict[str
     with (
         tempfile.TemporaryDirectory(prefix="stepdown-generate-") as scratch,
         dace_configuration(optimize, build_folder=Path(scratch)),
-        warnings.catch_warnings(),
         ThreadPoolExecutor(max_workers=2) as pool,
     ):
-        warnings.simplefilter("ignore", UserWarning)
         work: dict[str, Path] = {}
         for direction, sdfg in graph.graphs():
             work[direction] = Path(scratch) / direction
@@ -70,7 +68,8 @@ def _compile(folder: Path, name: str, optimize: Optimize, scratch: Path) -> Path
     """Run CMake and the compiler on a generated folder; its own thread, so DaCe's settings are made again."""
     configure_dace(optimize, build_folder=scratch)
     try:
-        return Path(compiler.configure_and_compile(str(folder), name))
+        with quiet_dace():
+            return Path(compiler.configure_and_compile(str(folder), name))
     except (exceptions.CompilerConfigurationError, exceptions.CompilationError, subprocess.CalledProcessError) as error:
         text = str(error)
         found = _ERROR_LINE.search(text)

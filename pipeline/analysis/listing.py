@@ -18,6 +18,7 @@ from dace.sdfg.utils import dfs_topological_sort
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.operator import Operator
+from stepdown.models.quiet import quiet_dace
 from stepdown.pipeline.analysis.expressions import Number, evaluate
 
 

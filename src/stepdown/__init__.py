@@ -8,4 +8,12 @@ the kernels; the result is a PyTorch module that trains.
 * ``stepdown.pipeline``: what runs when (compiler, build cache, PyTorch runtime, training, command line).
 """
 
+import warnings
+
 __version__ = "0.1.0"
+
+# Importing DaCe warns about its own source, once and under Python 3.11 and 3.12 only. Which import brings DaCe is not
+# known here, so this one text stays ignored; what DaCe says later is for stepdown.models.quiet.
+warnings.filterwarnings(
+    "ignore", "In 3.13 classes created inside an enum will not become", DeprecationWarning, r"dace\.dtypes$"
+)

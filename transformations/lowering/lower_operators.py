@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 from dace import data
 from dace.sdfg import SDFG, InterstateEdge, SDFGState, nodes
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import Operator
+from stepdown.models.quiet import quiet_dace
 from stepdown.transformations.canonical_form import operators, the_state
 
 
@@ -36,8 +36,7 @@ def lower_operators(sdfg: SDFG, implementation: str) -> SDFG:
             lowered.add_edge(last, state, InterstateEdge())
         last = state
         _copy_operator(the_state(sdfg), node, state, implementation)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with quiet_dace():
         lowered.expand_library_nodes()
     return lowered
 
