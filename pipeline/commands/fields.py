@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, TypeVar
 
@@ -22,11 +22,18 @@ def parameter_help(cls: type) -> dict[str, str]:
 
 
 def field_options(
-    cls: type, *, optional: bool = False, panel: str | None = None, skip: Iterable[str] = ()
+    cls: type,
+    *,
+    optional: bool = False,
+    panel: str | None = None,
+    skip: Iterable[str] = (),
+    short: Mapping[str, str] | None = None,
 ) -> list[inspect.Parameter]:
     """One option for each field of the dataclass ``cls``.
 
     :param optional: every default is ``None``, which stands for "not given".
+    :param skip: fields without an option.
+    :param short: by field, a second and shorter spelling, such as ``--lr``.
     """
     help_texts, hints, skipped = parameter_help(cls), typing.get_type_hints(cls), set(skip)
     parameters = []
@@ -35,6 +42,7 @@ def field_options(
             continue
         flag = field.name.replace("_", "-")
         names = [f"--{flag}/--no-{flag}"] if hints[field.name] is bool else [f"--{flag}"]
+        names += [short[field.name]] if short and field.name in short else []
         option = typer.Option(*names, help=_capitalised(help_texts.get(field.name, "")), rich_help_panel=panel)
         kind: Any = hints[field.name] | None if optional else hints[field.name]
         default: Any = None if optional else inspect.Parameter.empty if field.default is MISSING else field.default

@@ -30,7 +30,7 @@ _OUT = inspect.Parameter(
 
 @with_options(
     "options",
-    [_TEXT, _OUT, *field_options(TrainingOptions, skip=("text", "out"))],
+    [_TEXT, _OUT, *field_options(TrainingOptions, skip=("text", "out"), short={"learning_rate": "--lr"})],
     lambda values: TrainingOptions(**values),
 )
 def train_command(

@@ -37,7 +37,7 @@ def test_other_warnings_come_through(module: str) -> None:
 def test_filters_are_left_as_they_were_found_and_keep_what_is_added() -> None:
     before = copy.copy(warnings.filters)
     with quiet_dace(), quiet_dace():
-        assert list(warnings.filters).count(quiet._FILTER) == 1  # type: ignore[comparison-overlap]
+        assert [entry for entry in warnings.filters if entry is quiet._FILTER] == [quiet._FILTER]
         warnings.filterwarnings("ignore", message="added meanwhile")
     added, *rest = warnings.filters
     assert rest == list(before)

@@ -394,6 +394,9 @@ def test_train_makes_options_of_its_arguments(monkeypatch: pytest.MonkeyPatch, t
     )
     assert seen == [expected]
     assert json.loads(call(*arguments, "--json").stdout)["losses"] == [5.0, 4.0]
+    assert call(*arguments, "--lr", "0.01", "--resume").exit_code == 0
+    assert seen[-1] == expected
+    assert '"learning_rate" is -1.0' in refused(call(*arguments, "--lr", "-1"))
     assert '"warmup" is 2' in refused(call(*arguments, "--warmup", "2"))
     assert call("train").exit_code == 2
 
