@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import platform
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import dace
 import torch
+from dace.sdfg import SDFG
 
 import stepdown
 from stepdown.models.definition import EncoderLayer
@@ -32,6 +35,7 @@ from stepdown.pipeline.runtime import StepdownLayer
 from stepdown.pipeline.stages import OPTIONAL_PASSES, Compilation, PassRecord, StageRecord, run_stages
 from stepdown.pipeline.target import find_target
 from stepdown.pipeline.toolchain import Optimize, compile_flags, dace_configuration, toolchain_identity
+from stepdown.transformations.layout.configuration import LayoutConfiguration, read_layouts
 from stepdown.transformations.lowering import cpu
 from stepdown.transformations.lowering.cpu.blas import blas_version
 from stepdown.transformations.training_graph import TrainingGraph
@@ -93,6 +97,7 @@ def compile_layer(
     dtype: str | torch.dtype | DataType = "float32",
     target: str = "cpu",
     disable: Iterable[str] = (),
+    layouts: LayoutConfiguration | Mapping[str, Any] | str | Path | None = None,
     build: bool = True,
     optimize: Optimize = "release",
     cache: BuildCache | None = None,
@@ -105,13 +110,16 @@ def compile_layer(
     :param batch: the batch size that the code may rely on; None takes any. Likewise ``seq``, the sequence length.
     :param dtype: element type of data and parameters; sums and statistics are taken in float32, or float64.
     :param disable: names of optional passes to leave out.
+    :param layouts: layouts by container, a mapping or the path of a JSON file
+        (:mod:`stepdown.transformations.layout.configuration`); the default ones by default.
     :param build: False stops before the compiler: the folder holds the stages' graphs only.
     :param optimize: "release" for speed, "light" for quick builds.
     :param cache: where builds are kept and found again; the user's own by default.
-    :param output: write the build into this folder, which must be new or empty, instead of the cache.
+    :param output: write the build into this folder, which must be new, empty or a build, instead of the cache. Only a
+        complete build gets there; a build that is there stays until then.
     :param progress: called with the name of each stage that begins.
     :returns: the build, from the cache where it holds one of the same content.
-    :raises OptionError: for an unknown dtype, target or pass, or impossible sizes.
+    :raises OptionError: for an unknown dtype, target or pass, impossible sizes, or layouts that do not fit the layer.
     :raises BuildError: when the compiler is missing or fails.
     :raises CacheError: when the cache's folder cannot be written.
     """
@@ -125,9 +133,12 @@ def compile_layer(
         resolve_dtype(dtype),
         find_target(target).name,
         _passes(disable),
+        read_layouts(layouts),
         build,
         optimize,
     )
+    if options.layouts and "assign-layouts" in options.disable:
+        raise OptionError('layouts were given and the pass "assign-layouts" was switched off; accepted is one of both.')
     compile_flags(optimize)  # refuses an unknown value before anything is done
     compiled = CompiledLayer(definition, options.dtype, options.batch, options.seq, options.target, Path())
     key = options.key()
@@ -139,8 +150,10 @@ def compile_layer(
         _build(options, key, folder, progress)
 
     if output is not None:
-        folder = _empty_folder(Path(output))
-        fill(folder)
+        folder = _output_folder(Path(output))
+        with tempfile.TemporaryDirectory(prefix="stepdown-output-") as work:
+            fill(Path(work))
+            _move_build(Path(work), folder)
     else:
         with _lock_of(key):  # threads of one process; processes are kept apart by the cache
             folder = (cache or BuildCache()).entry(key, fill)
@@ -157,6 +170,7 @@ class _Options:
     dtype: DataType
     target: str
     disable: tuple[str, ...]
+    layouts: LayoutConfiguration
     build: bool
     optimize: Optimize
 
@@ -168,6 +182,7 @@ class _Options:
             "dtype": self.dtype.name,
             "target": self.target,
             "disable": list(self.disable),
+            "layouts": self.layouts.to_dict(),
             "optimize": self.optimize,
             "build": self.build,
         }
@@ -204,26 +219,39 @@ def _size(name: str, value: int | None) -> int | None:
 
 
 def _passes(names: Iterable[str]) -> tuple[str, ...]:
+    accepted = ", ".join(f'"{known}"' for known in OPTIONAL_PASSES) or "none"
+    if not isinstance(names, Iterable):
+        raise OptionError(f'"disable" is {names!r}; accepted are names of optional passes: {accepted}.')
     given = (names,) if isinstance(names, str) else tuple(names)
     for name in given:
         if name not in OPTIONAL_PASSES:
-            accepted = ", ".join(f'"{known}"' for known in OPTIONAL_PASSES) or "none"
             raise OptionError(f'pass "{name}" cannot be switched off; optional passes are: {accepted}.')
     return tuple(sorted(set(given)))
 
 
-def _empty_folder(folder: Path) -> Path:
+def _output_folder(folder: Path) -> Path:
+    """``folder``, made where it is missing; refuses one that holds anything but a build."""
     try:
-        if folder.is_dir() and any(folder.iterdir()):
-            if not (folder / MANIFEST).is_file():
-                raise OptionError(
-                    f'output "{folder}" holds other files; accepted is a new or empty folder, or a build.'
-                )
-            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+            raise OptionError(f'output "{folder}" holds other files; accepted is a new or empty folder, or a build.')
     except OSError as error:
         raise OptionError(f'output "{folder}" cannot be written ({error.strerror}).') from error
     return folder
+
+
+def _move_build(source: Path, folder: Path) -> None:
+    """Put a complete build in the place of what is in ``folder``, which may be on another file system.
+
+    The manifest, by which a folder is known to be a build, goes last and comes last.
+    """
+    try:
+        for old in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        for new in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
+            shutil.move(new, folder / new.name)
+    except OSError as error:
+        raise OptionError(f'output "{folder}" cannot be written ({error.strerror}).') from error
 
 
 def _build(options: _Options, key: str, folder: Path, progress: Progress) -> None:
@@ -237,9 +265,10 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
         find_target(options.target),
         f"layer_{key[:16]}",
         options.disable,
+        options.layouts,
     )
     stages: list[dict[str, Any]] = []
-    with dace_configuration(options.optimize):
+    with dace_configuration(options.optimize, compiles=options.build):
         run_stages(compilation, progress, lambda record: stages.append(_describe(record, stages, folder)))
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -267,6 +296,12 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
+def _save(sdfg: SDFG, file: Path) -> None:
+    """What ``sdfg.save(file, compress=True)`` writes, in half the time: in one piece, not word by word."""
+    text = dace.serialize.dumps(sdfg.to_json(hash=True))
+    file.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
+
+
 def _with_kernels(counts: dict[str, Any], graph: TrainingGraph) -> dict[str, Any]:
     """``counts`` with kernels and containers counted anew."""
     result = dict(counts)
@@ -287,7 +322,7 @@ def _describe(record: StageRecord, before: list[dict[str, Any]], folder: Path) -
     counts = count_graph(record.graph).to_manifest() if record.canonical else _with_kernels(before[-1], record.graph)
     (folder / "stages").mkdir(exist_ok=True)
     for direction, sdfg in record.graph.graphs():
-        sdfg.save(str(folder / "stages" / f"{len(before):02d}-{record.name}.{direction}.sdfgz"), compress=True)
+        _save(sdfg, folder / "stages" / f"{len(before):02d}-{record.name}.{direction}.sdfgz")
     return {
         **counts,
         "name": record.name,

@@ -23,6 +23,8 @@ from stepdown.pipeline.target import Target
 from stepdown.transformations.canonical_form import the_state, validate
 from stepdown.transformations.differentiate import differentiate
 from stepdown.transformations.fusion.fuse_row_operators import FuseRowOperators
+from stepdown.transformations.layout.assign_layouts import AssignLayouts
+from stepdown.transformations.layout.configuration import LayoutConfiguration
 from stepdown.transformations.lowering.lower_operators import lower_operators
 from stepdown.transformations.schedule.plan_workspace import Lifetime, plan_workspace
 from stepdown.transformations.training_graph import TrainingGraph
@@ -61,6 +63,7 @@ class StageRecord:
 class Compilation:
     """What the stages work on and leave behind.
 
+    :ivar layouts: the layouts that ``layout`` assigns.
     :ivar lifetimes: by direction, how long each temporary lives (from ``schedule`` on).
     """
 
@@ -71,6 +74,7 @@ class Compilation:
     target: Target
     name: str
     disable: tuple[str, ...] = ()
+    layouts: LayoutConfiguration = field(default_factory=LayoutConfiguration)
     graph: TrainingGraph | None = None
     lifetimes: dict[str, dict[str, Lifetime]] = field(default_factory=dict)
 
@@ -106,6 +110,12 @@ def fuse_row_operators(compilation: Compilation) -> str:
     return what
 
 
+def assign_layouts(compilation: Compilation) -> str:
+    """Containers -> containers in the layouts that the configuration names."""
+    compilation.graph, what = AssignLayouts(compilation.layouts).apply(_graph(compilation))
+    return what
+
+
 def lower(compilation: Compilation) -> str:
     """Operators -> maps and library calls of the target."""
     graph = _graph(compilation)
@@ -138,6 +148,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("parse", (("parse", parse),), True),
     Stage("differentiate", (("differentiate", differentiate_stage),), True),
     Stage("fuse", (("fuse-row-operators", fuse_row_operators),), True, optional=True),
+    Stage("layout", (("assign-layouts", assign_layouts),), True, optional=True),
     Stage("lower", (("lower-operators", lower),), False),
     Stage("schedule", (("plan-workspace", schedule),), False),
 )

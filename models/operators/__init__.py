@@ -13,6 +13,7 @@ from stepdown.models.operators.normalization import (
 )
 from stepdown.models.operators.operator import Operator, OperatorClass
 from stepdown.models.operators.pure import ExpandStatementsPure
+from stepdown.models.operators.relayout import Relayout
 from stepdown.models.operators.row_group import MEMBER_KINDS, Member, RowGroup
 from stepdown.models.operators.statements import Statement
 
@@ -27,6 +28,7 @@ ROW_OPERATORS: tuple[type[Operator], ...] = (
     LayerNorm,
     LayerNormGradient,
     LayerNormParameterGradient,
+    Relayout,
     Relu,
     ReluGradient,
     Scale,
@@ -61,6 +63,7 @@ __all__ = [
     "Member",
     "Operator",
     "OperatorClass",
+    "Relayout",
     "Relu",
     "ReluGradient",
     "RowGroup",

@@ -40,9 +40,13 @@ def canonical_dims(dims: str) -> str:
     return "".join(SAME_EXTENT.get(letter, letter) for letter in dims)
 
 
+BOOLEAN = DataType("bool", "bool", torch.bool, dace.bool_, 1)
+"""The type of masks. No layer is computed in it; where a mask passes through arithmetic, 0 and 1 stay exact."""
+
+
 def data_type(descriptor: data.Data) -> DataType:
     """The project's name of a container's scalar type."""
-    return resolve_dtype(descriptor.dtype.to_string())
+    return BOOLEAN if descriptor.dtype == dace.bool_ else resolve_dtype(descriptor.dtype.to_string())
 
 
 @properties.make_properties

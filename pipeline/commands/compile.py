@@ -22,6 +22,9 @@ def compile_command(
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16, or a short form.")] = "float32",
     target: Annotated[str, typer.Option(help="What to compile for.")] = "cpu",
     disable: Annotated[list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out; repeatable.")] = None,
+    layouts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON file with the layouts of containers.")
+    ] = None,
     optimize: Annotated[Optimize, typer.Option(help="For speed, or for quick builds.")] = "release",
     no_build: Annotated[bool, typer.Option("--no-build", help="Stop before the compiler.")] = False,
     folder: Annotated[
@@ -40,6 +43,7 @@ def compile_command(
             dtype=dtype,
             target=target,
             disable=disable or (),
+            layouts=layouts,
             build=not no_build,
             optimize=optimize,
             output=folder,

@@ -33,6 +33,7 @@ from stepdown.models.operators import (
     LayerNormGradient,
     LayerNormParameterGradient,
     Operator,
+    Relayout,
     Relu,
     ReluGradient,
     Scale,
@@ -113,6 +114,7 @@ CASES = (
     Case("gelu_tanh_gradient", lambda: GeluGradient(dims="BSU", approximate="tanh"), (4 + 3 + 9) * 42, 84, 42),
     Case("relu", lambda: Relu(dims="BSU"), 42, 42, 42),
     Case("relu_gradient", lambda: ReluGradient(dims="BSU"), 42, 84, 42),
+    Case("relayout", lambda: Relayout(dims="UBS", container_dims="BSU"), 0, 42, 42),
     # Select and product for each element; threshold and scale once.
     Case("dropout", lambda: Dropout(dims="BSU", site=2), 2 * 42 + 2, 42 + 2 + 1, 42),
     Case("sum_rows_gradient", lambda: SumRows(dims="BSHP", sum_dims="PH"), 60, 60, 10),

@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Literal
 
 import sympy
+from dace.symbolic import int_ceil
 
 from stepdown.models.errors import CanonicalFormError
 
@@ -51,9 +52,15 @@ def normalise(expression: object) -> sympy.Expr:
 
 @lru_cache(maxsize=4096)
 def at_least(larger: sympy.Expr, smaller: sympy.Expr) -> bool:
-    """Whether ``larger >= smaller`` is certain for all symbols from 1 on."""
-    difference = larger - smaller
-    shifted = {s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 1 for s in difference.free_symbols}
+    """Whether ``larger >= smaller`` is certain for all symbols from 1 on.
+
+    A quotient that is rounded up, as in the strides of padded containers, is the quotient and something not negative.
+    """
+    difference = sympy.expand(larger - smaller)
+    while quotients := [q for q in difference.atoms(int_ceil) if q.args[1].is_Integer and not q.args[0].has(int_ceil)]:
+        difference = difference.xreplace({q: q.args[0] / q.args[1] + sympy.Dummy(nonnegative=True) for q in quotients})
+    integers = [symbol for symbol in difference.free_symbols if symbol.is_integer]
+    shifted = {s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 1 for s in integers}
     difference = sympy.expand(difference.xreplace(shifted))
     if not difference.is_polynomial(*difference.free_symbols):
         return False
