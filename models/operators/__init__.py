@@ -16,6 +16,7 @@ from stepdown.models.operators.pure import ExpandStatementsPure
 from stepdown.models.operators.relayout import Relayout
 from stepdown.models.operators.row_group import MEMBER_KINDS, Member, RowGroup
 from stepdown.models.operators.statements import Statement
+from stepdown.models.operators.tiled_group import TiledGroup
 
 ROW_OPERATORS: tuple[type[Operator], ...] = (
     Add,
@@ -72,5 +73,6 @@ __all__ = [
     "SoftmaxGradient",
     "Statement",
     "SumRows",
+    "TiledGroup",
     "split_einsum",
 ]

@@ -18,6 +18,7 @@ from dace import properties
 from stepdown.models.dtypes import DataType
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.activation import Gelu, GeluGradient, Relu, ReluGradient
+from stepdown.models.operators.contraction import Contraction
 from stepdown.models.operators.dropout import Dropout
 from stepdown.models.operators.element_wise import Add, Bias, CausalMask, KeyPaddingMask, Scale, SumRows
 from stepdown.models.operators.normalization import (
@@ -84,7 +85,7 @@ class RowGroup(Operator):
                     f'member "{member.operator.name}" of group "{name}" runs over "{member.operator.dims}", '
                     f'the group over "{dims}"'
                 )
-        self.text = json.dumps([_to_json(member) for member in listed])
+        self.text = members_to_text(listed)
         written = self.written_values()
         for value in self.operand_dims():
             if value not in written:
@@ -97,7 +98,7 @@ class RowGroup(Operator):
     @property
     def members(self) -> tuple[Member, ...]:
         """The operators of the group, in order."""
-        return _members(self.text)
+        return members_from_text(self.text)
 
     def written_values(self) -> set[str]:
         """Values that some member writes."""
@@ -145,19 +146,31 @@ class RowGroup(Operator):
         raise CanonicalFormError(f'group "{self.name}" has no gradient rule; differentiate before operators are fused')
 
 
+def members_to_text(members: Iterable[Member]) -> str:
+    """Members as JSON: each one's kind, name, options and values."""
+    return json.dumps([_to_json(member) for member in members])
+
+
 def _to_json(member: Member) -> dict[str, Any]:
     operator = member.operator
     base = {prop.attr_name for prop in Operator.__properties__.values()} - {"dims"}
+    if isinstance(operator, Contraction):  # its dimensions follow from its einsum
+        base.add("dims")
     options = {prop.attr_name: value for prop, value in operator.properties() if prop.attr_name not in base}
     return {"kind": type(operator).__name__, "name": operator.name, "options": options, "values": dict(member.values)}
 
 
 @lru_cache(maxsize=1024)
-def _members(text: str) -> tuple[Member, ...]:
+def members_from_text(text: str, kinds: Iterable[type[Operator]] = tuple(MEMBER_KINDS.values())) -> tuple[Member, ...]:
+    """The members that :func:`members_to_text` wrote.
+
+    :raises CanonicalFormError: when an operator is not of one of the ``kinds``.
+    """
+    accepted = {kind.__name__: kind for kind in kinds}
     members = []
     for entry in json.loads(text):
-        if entry["kind"] not in MEMBER_KINDS:
+        if entry["kind"] not in accepted:
             raise CanonicalFormError(f'a group may not hold the operator "{entry["kind"]}"')
-        operator = MEMBER_KINDS[entry["kind"]](name=entry["name"], **entry["options"])
+        operator = accepted[entry["kind"]](name=entry["name"], **entry["options"])
         members.append(Member(operator, entry["values"]))
     return tuple(members)

@@ -54,6 +54,8 @@ class RowLowering:
     :ivar outputs: operands that are written.
     :ivar sizes: extent of each dimension.
     :ivar scalar: type of the arithmetic.
+    :ivar kinds: kind of each value that a statement gives (see :class:`Statement`).
+    :ivar symbols: further symbols that memlets of a row are written in.
     """
 
     sdfg: SDFG
@@ -64,6 +66,7 @@ class RowLowering:
     sizes: Mapping[str, Any]
     scalar: dace.typeclass
     kinds: dict[str, str] = field(default_factory=dict)
+    symbols: frozenset[str] = frozenset()
 
     # ---- the three levels: all rows, a block of rows, a row -------------------------------------------------------
 
@@ -77,8 +80,7 @@ class RowLowering:
         for name in self._buffers():
             self._top_array(f"buffer_{name}", [BLOCKS, *inner_shape], self._type(name))
         for statement in self._random():
-            length = extent_product(program.inner, self.sizes) + WORDS_MARGIN
-            self._top_array(f"words_{statement.target}", [BLOCKS, length], dace.uint32)
+            self._words_array(statement)
         state = self.sdfg.add_state("rows")
         entry, exit_ = state.add_map("blocks", {BLOCK: f"0:{BLOCKS}"}, dace.ScheduleType.CPU_Multicore)
         nest(state, self._block(), entry, exit_, {})
@@ -88,10 +90,7 @@ class RowLowering:
 
     def _block(self) -> SDFG:
         sdfg = self._inner_sdfg("block", self._memory_names(), {BLOCK})
-        last = sdfg.add_state("constants")
-        for statement in self.program.constants:
-            self._add_scalar(sdfg, statement.target)
-        self._scalar_tasklet(sdfg, last, self.program.constants)
+        last = self._constants(sdfg)
         if self._columns():
             last = sdfg.add_state_after(last, "clear")
             for name in self._column_memory():
@@ -105,6 +104,14 @@ class RowLowering:
             last.add_edge(last.add_read(f"{name}_value"), None, entry, name, dace.Memlet(f"{name}_value[0]"))
         nest(last, self._row([s.target for s in self.program.constants]), entry, exit_, self._row_index())
         return sdfg
+
+    def _constants(self, sdfg: SDFG) -> SDFGState:
+        """A state that evaluates what is the same for all rows."""
+        state = sdfg.add_state("constants")
+        for statement in self.program.constants:
+            self._add_scalar(sdfg, statement.target)
+        self._scalar_tasklet(sdfg, state, self.program.constants)
+        return state
 
     def _rows_of_block(self, sdfg: SDFG, state: SDFGState) -> None:
         """First row of a block and the one after its last."""
@@ -134,7 +141,7 @@ class RowLowering:
         return index
 
     def _row(self, constants: list[str]) -> SDFG:
-        symbols = {BLOCK, ROW, *(INDEX + letter for letter in self.program.outer)}
+        symbols = {BLOCK, ROW, *(INDEX + letter for letter in self.program.outer), *self.symbols}
         sdfg = self._inner_sdfg("row", self._memory_names(), symbols)
         for name in constants:
             self._add_scalar(sdfg, name, transient=False)
@@ -371,6 +378,11 @@ class RowLowering:
 
     def _top_array(self, name: str, shape: list[Any], dtype: dace.typeclass) -> None:
         self.sdfg.add_array(name, shape, dtype, transient=True)
+
+    def _words_array(self, statement: Statement) -> None:
+        """Where the random words of a block's current row lie."""
+        length = extent_product(self.program.inner, self.sizes) + WORDS_MARGIN
+        self._top_array(f"words_{statement.target}", [BLOCKS, length], dace.uint32)
 
     def _inner_sdfg(self, label: str, names: Iterable[str], symbols: set[str]) -> SDFG:
         """A nested SDFG that sees the named containers and symbols."""
