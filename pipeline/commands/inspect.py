@@ -10,10 +10,16 @@ from rich.table import Table
 
 from stepdown.models.errors import OptionError
 from stepdown.pipeline.analysis.html import write_html
+from stepdown.pipeline.analysis.layouts import LayoutReport, report_layouts
 from stepdown.pipeline.analysis.listing import NodeRecord, list_nodes, load_graph
 from stepdown.pipeline.build_folder import DIRECTIONS, BuildFolder, find_build, known_sizes
+from stepdown.pipeline.commands.layout_table import layout_table
 from stepdown.pipeline.commands.terminal import counting, output, print_json, working
 from stepdown.pipeline.report import quantity, stage_records, stage_table
+from stepdown.transformations.training_graph import TrainingGraph
+
+LAYOUT = "layout"
+"""The stage whose layouts are shown when none is named."""
 
 
 def inspect_command(
@@ -23,6 +29,9 @@ def inspect_command(
     stage: Annotated[str | None, typer.Option(help="List the nodes of the graph after this stage.")] = None,
     batch: Annotated[int | None, typer.Option(help="Batch size B to evaluate the counts at.")] = None,
     seq: Annotated[int | None, typer.Option(help="Sequence length S to evaluate the counts at.")] = None,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Show how every container lies in memory, after --stage or layout.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write web pages with a viewer on every graph into DIR.")
@@ -38,13 +47,17 @@ def inspect_command(
             return
     if as_json:
         records = stage_records(found.manifest, batch, seq)
+        chosen = {"layouts": _layouts(found, stage or LAYOUT, sizes).to_dict()} if layouts else {}
         if stage is not None:
             records = [record for record in records if record["name"] == found.stage(stage)["name"]]
             nodes = _nodes(found, stage, sizes)
             records[0]["nodes"] = {
                 direction: [node.to_dict() for node in listed] for direction, listed in nodes.items()
             }
-        print_json({"layer": found.manifest["layer"], **_context(found, sizes), "stages": records})
+        print_json({"layer": found.manifest["layer"], **_context(found, sizes), "stages": records, **chosen})
+        return
+    if layouts:
+        output().print(layout_table(_layouts(found, stage or LAYOUT, sizes), f"layouts after {stage or LAYOUT}"))
         return
     if stage is not None:
         for direction, listed in _nodes(found, stage, sizes).items():
@@ -77,6 +90,20 @@ def _nodes(build: BuildFolder, stage: str, sizes: dict[str, int | None]) -> dict
     if not listed:
         raise OptionError(f'Stage "{stage}" left no graph in "{build.path}/stages"; accepted is a stage with one.')
     return listed
+
+
+def _layouts(build: BuildFolder, stage: str, sizes: dict[str, int | None]) -> LayoutReport:
+    """The layouts after a stage that left graphs in canonical form.
+
+    :raises OptionError: when the stage is unknown or left no graph.
+    :raises CanonicalFormError: when its graphs are lowered already.
+    """
+    forward, backward = (build.graph_file(stage, direction) for direction in DIRECTIONS)
+    if forward is None:
+        raise OptionError(f'Stage "{stage}" left no graph in "{build.path}/stages"; accepted is a stage with one.')
+    with working(f"reading stage {stage}"):
+        graphs = (load_graph(forward), None if backward is None else load_graph(backward))
+        return report_layouts(TrainingGraph(*graphs, tuple(build.stage(stage).get("kept", ()))), sizes)
 
 
 def _node_table(title: str, nodes: list[NodeRecord]) -> Table:
