@@ -26,7 +26,7 @@ def find_target(name: str | Target) -> Target:
     """
     if isinstance(name, Target):
         return name
-    if name not in TARGETS:
+    if not isinstance(name, str) or name not in TARGETS:
         accepted = ", ".join(f'"{known}"' for known in TARGETS)
         raise OptionError(f'target "{name}" is unknown; accepted are {accepted}.')
     return TARGETS[name]

@@ -165,7 +165,7 @@ def compile_flags(optimize: Optimize = "release", isa: Isa | None = None) -> tup
     :param isa: the instruction set; ``None`` takes :func:`default_isa`.
     :raises OptionError: for other values.
     """
-    if optimize not in _LEVEL_FLAGS:
+    if optimize not in get_args(Optimize):
         raise OptionError(f'optimize "{optimize}" is unknown; accepted are "release" and "light".')
     isa = default_isa() if isa is None else isa
     if isa not in get_args(Isa):
@@ -227,7 +227,7 @@ def preserved_dace_configuration() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dace_configuration(
-    optimize: Optimize = "release", *, isa: Isa | None = None, build_folder: Path | None = None
+    optimize: Optimize = "release", *, isa: Isa | None = None, build_folder: Path | None = None, compiles: bool = True
 ) -> Iterator[None]:
     """DaCe as the project wants it, for everything from parsing a program to compiling its code.
 
@@ -238,6 +238,7 @@ def dace_configuration(
 
     :param build_folder: where SDFGs without a folder of their own are compiled; ``None`` takes a temporary one that is
         removed on exit.
+    :param compiles: False where graphs are made and transformed only: that needs neither compiler nor CMake.
     :raises BuildError: without a usable compiler.
     """
     with contextlib.ExitStack() as stack:
@@ -246,12 +247,12 @@ def dace_configuration(
         stack.enter_context(_LOCK)
         stack.enter_context(quiet_dace())
         stack.enter_context(preserved_dace_configuration())
-        stack.enter_context(_environment(build_environment()))
-        configure_dace(optimize, isa=isa, build_folder=build_folder)
+        stack.enter_context(_environment(build_environment() if compiles else {}))
+        configure_dace(optimize, isa=isa, build_folder=build_folder, compiles=compiles)
         yield
 
 
-def configure_dace(optimize: Optimize, *, isa: Isa | None = None, build_folder: Path) -> None:
+def configure_dace(optimize: Optimize, *, isa: Isa | None = None, build_folder: Path, compiles: bool = True) -> None:
     """Sets DaCe's configuration of this thread for good; :func:`dace_configuration` does it for a while.
 
     :raises BuildError: without a usable compiler.
@@ -264,7 +265,6 @@ def configure_dace(optimize: Optimize, *, isa: Isa | None = None, build_folder: 
         "compiler.build_type": BUILD_TYPE,
         "compiler.cpp_standard": CPP_STANDARD,
         "compiler.cpu.args": shlex.join(compile_flags(optimize, isa)),
-        "compiler.cpu.executable": str(find_compiler().path),
         # Line information is the absolute path of a source file: it would make equal programs differ.
         "compiler.lineinfo": "none",
         "default_build_folder": str(build_folder),
@@ -272,6 +272,8 @@ def configure_dace(optimize: Optimize, *, isa: Isa | None = None, build_folder: 
         "progress": False,
         "store_history": False,
     }
+    if compiles:
+        settings["compiler.cpu.executable"] = str(find_compiler().path)
     _load_defaults()
     for path, value in settings.items():
         Config.set(*path.split("."), value=value)
