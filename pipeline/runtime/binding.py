@@ -88,7 +88,7 @@ class Library:
         except AttributeError as error:
             raise BuildError(f'"{interface.library}" lacks a function that its manifest names: {error}.') from error
         init.restype = ctypes.c_void_p
-        init.argtypes = [ctypes.c_int32] * len(interface.init_arguments)
+        init.argtypes = [ctypes.c_int64] * len(interface.init_arguments)  # as wide as any integer that DaCe declares
         # Nothing persists in the handle, so that any sizes do, and one handle serves all threads. It is never closed:
         # a thread may be inside the library until the process ends.
         self.handle = init(*[1] * len(interface.init_arguments))

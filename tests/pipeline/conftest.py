@@ -1,6 +1,7 @@
 """A build made by hand: small graphs of operators, saved as the compiler saves them, and their manifest."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from dace.sdfg import SDFG
 
 from stepdown.models.definition import EncoderLayer
 from stepdown.models.operators.contraction import Contraction
+from stepdown.pipeline import CompiledLayer, compile_layer
 
 KEY = "0123456789abcdef" * 4
 
@@ -99,6 +101,17 @@ def manifest(batch: int | None = None, seq: int | None = None) -> dict[str, Any]
         ],
         "abi": {},
     }
+
+
+@pytest.fixture(scope="session")
+def built_layer(session_cache: Path, strict_dace_session: None) -> CompiledLayer:
+    """A compiled layer of one kind: post-norm, ReLU, causal, no biases; compiled where every warning is an error."""
+    definition = EncoderLayer(
+        embed=24, heads=2, ffn=40, activation="relu", activation_dropout=0.1, bias=False, causal=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return compile_layer(definition, optimize="light")
 
 
 @pytest.fixture(scope="session")
