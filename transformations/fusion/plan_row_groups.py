@@ -1,15 +1,15 @@
 """Which row and element-wise operators of a graph run as one kernel, decided without touching the graph.
 
-:class:`~stepdown.transformations.fusion.fuse_row_operators.FuseRowOperators` writes the groups into a graph; passes that
-choose between graphs by the bytes that those will move ask :meth:`RowGroupPlanner.moved_bytes`.
+:class:`~stepdown.transformations.fusion.fuse_row_operators.FuseRowOperators` writes the groups into a graph; passes
+that choose between graphs by the bytes that those will move ask :meth:`RowGroupPlanner.moved_bytes`.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
