@@ -98,6 +98,7 @@ def compile_layer(
     target: str = "cpu",
     disable: Iterable[str] = (),
     layouts: LayoutConfiguration | Mapping[str, Any] | str | Path | None = None,
+    memory_budget: int | None = None,
     build: bool = True,
     optimize: Optimize = "release",
     cache: BuildCache | None = None,
@@ -112,6 +113,9 @@ def compile_layer(
     :param disable: names of optional passes to leave out.
     :param layouts: layouts by container, a mapping or the path of a JSON file
         (:mod:`stepdown.transformations.layout.configuration`); the default ones by default.
+    :param memory_budget: most bytes that the forward pass may keep for the backward pass, which computes again what
+        does not fit; counted at B=8 and S=512 where a size is not fixed. None recomputes only what costs no memory
+        traffic.
     :param build: False stops before the compiler: the folder holds the stages' graphs only.
     :param optimize: "release" for speed, "light" for quick builds.
     :param cache: where builds are kept and found again; the user's own by default.
@@ -119,7 +123,8 @@ def compile_layer(
         complete build gets there; a build that is there stays until then.
     :param progress: called with the name of each stage that begins.
     :returns: the build, from the cache where it holds one of the same content.
-    :raises OptionError: for an unknown dtype, target or pass, impossible sizes, or layouts that do not fit the layer.
+    :raises OptionError: for an unknown dtype, target or pass, impossible sizes, layouts that do not fit the layer, or
+        a memory budget that no choice can meet.
     :raises BuildError: when the compiler is missing or fails.
     :raises CacheError: when the cache's folder cannot be written.
     """
@@ -134,11 +139,16 @@ def compile_layer(
         find_target(target).name,
         _passes(disable),
         read_layouts(layouts),
+        _budget(memory_budget),
         build,
         optimize,
     )
     if options.layouts and "assign-layouts" in options.disable:
         raise OptionError('layouts were given and the pass "assign-layouts" was switched off; accepted is one of both.')
+    if options.memory_budget is not None and "recompute" in options.disable:
+        raise OptionError(
+            'a memory budget was given and the pass "recompute" was switched off; accepted is one of both.'
+        )
     compile_flags(optimize)  # refuses an unknown value before anything is done
     compiled = CompiledLayer(definition, options.dtype, options.batch, options.seq, options.target, Path())
     key = options.key()
@@ -171,6 +181,7 @@ class _Options:
     target: str
     disable: tuple[str, ...]
     layouts: LayoutConfiguration
+    memory_budget: int | None
     build: bool
     optimize: Optimize
 
@@ -183,6 +194,7 @@ class _Options:
             "target": self.target,
             "disable": list(self.disable),
             "layouts": self.layouts.to_dict(),
+            "memory_budget": self.memory_budget,
             "optimize": self.optimize,
             "build": self.build,
         }
@@ -215,6 +227,12 @@ def _size(name: str, value: int | None) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f'"{name}" is {value!r}; accepted are a positive integer, or None for any size.')
+    return value
+
+
+def _budget(value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise OptionError(f'"memory_budget" is {value!r}; accepted are a number of bytes, or None for no limit.')
     return value
 
 
@@ -266,6 +284,7 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
         f"layer_{key[:16]}",
         options.disable,
         options.layouts,
+        options.memory_budget,
     )
     stages: list[dict[str, Any]] = []
     with dace_configuration(options.optimize, compiles=options.build):

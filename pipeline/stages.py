@@ -20,6 +20,10 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import DataType
 from stepdown.models.encoder import INPUT, OUTPUT, encoder_program
 from stepdown.pipeline.target import Target
+from stepdown.transformations.algebraic.accumulate_into_contractions import AccumulateIntoContractions
+from stepdown.transformations.algebraic.fold_scales import FoldScales
+from stepdown.transformations.algebraic.recompute import Recompute
+from stepdown.transformations.algebraic.remove_dead_work import RemoveDeadWork
 from stepdown.transformations.canonical_form import the_state, validate
 from stepdown.transformations.differentiate import differentiate
 from stepdown.transformations.fusion.fuse_row_operators import FuseRowOperators
@@ -63,6 +67,7 @@ class StageRecord:
 class Compilation:
     """What the stages work on and leave behind.
 
+    :ivar memory_budget: most bytes that forward may keep for backward; None for no limit.
     :ivar layouts: the layouts that ``layout`` assigns.
     :ivar lifetimes: by direction, how long each temporary lives (from ``schedule`` on).
     """
@@ -75,6 +80,7 @@ class Compilation:
     name: str
     disable: tuple[str, ...] = ()
     layouts: LayoutConfiguration = field(default_factory=LayoutConfiguration)
+    memory_budget: int | None = None
     graph: TrainingGraph | None = None
     lifetimes: dict[str, dict[str, Lifetime]] = field(default_factory=dict)
 
@@ -102,6 +108,30 @@ def differentiate_stage(compilation: Compilation) -> str:
     return (
         f"{len(list(operator_nodes(graph.backward)))} operators in the backward pass, {len(graph.kept)} containers kept"
     )
+
+
+def remove_dead_work(compilation: Compilation) -> str:
+    """Operators without use, and copies -> nothing."""
+    compilation.graph, what = RemoveDeadWork().apply(_graph(compilation))
+    return what
+
+
+def fold_scales(compilation: Compilation) -> str:
+    """Factors beside contractions -> factors of contractions."""
+    compilation.graph, what = FoldScales().apply(_graph(compilation))
+    return what
+
+
+def accumulate_into_contractions(compilation: Compilation) -> str:
+    """Sums with a contraction's result -> addends of contractions."""
+    compilation.graph, what = AccumulateIntoContractions().apply(_graph(compilation))
+    return what
+
+
+def recompute(compilation: Compilation) -> str:
+    """Kept containers that are cheap to compute again -> clones of operators in the backward graph."""
+    compilation.graph, what = Recompute(compilation.memory_budget).apply(_graph(compilation))
+    return what
 
 
 def fuse_row_operators(compilation: Compilation) -> str:
@@ -147,7 +177,25 @@ class Stage:
 STAGES: tuple[Stage, ...] = (
     Stage("parse", (("parse", parse),), True),
     Stage("differentiate", (("differentiate", differentiate_stage),), True),
-    Stage("fuse", (("fuse-row-operators", fuse_row_operators),), True, optional=True),
+    Stage(
+        "algebraic",
+        (
+            ("remove-dead-work", remove_dead_work),
+            ("fold-scales", fold_scales),
+            ("accumulate-into-contractions", accumulate_into_contractions),
+        ),
+        True,
+        optional=True,
+    ),
+    Stage(
+        "fuse",
+        (
+            ("recompute", recompute),
+            ("fuse-row-operators", fuse_row_operators),
+        ),
+        True,
+        optional=True,
+    ),
     Stage("layout", (("assign-layouts", assign_layouts),), True, optional=True),
     Stage("lower", (("lower-operators", lower),), False),
     Stage("schedule", (("plan-workspace", schedule),), False),

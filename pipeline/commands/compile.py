@@ -25,6 +25,10 @@ def compile_command(
     layouts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A JSON file with the layouts of containers.")
     ] = None,
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="The most to keep for the backward pass; the rest is recomputed."),
+    ] = None,
     optimize: Annotated[Optimize, typer.Option(help="For speed, or for quick builds.")] = "release",
     no_build: Annotated[bool, typer.Option("--no-build", help="Stop before the compiler.")] = False,
     folder: Annotated[
@@ -44,6 +48,7 @@ def compile_command(
             target=target,
             disable=disable or (),
             layouts=layouts,
+            memory_budget=memory_budget,
             build=not no_build,
             optimize=optimize,
             output=folder,
