@@ -11,13 +11,15 @@ from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import Operator
 from stepdown.models.quiet import quiet_dace
 from stepdown.transformations.canonical_form import operators, the_state
+from stepdown.transformations.lowering.share_addends import share_addends
 
 
 def lower_operators(sdfg: SDFG, implementation: str) -> SDFG:
     """A graph in which every operator is expanded by ``implementation``.
 
     Each operator gets a state of its own in topological order, so that the order of execution, and with it how long
-    every container lives, is written in the graph and not left to the code generator.
+    every container lives, is written in the graph and not left to the code generator. Contractions then add to their
+    addends in place where those are dead afterwards (:mod:`~stepdown.transformations.lowering.share_addends`).
 
     :raises CanonicalFormError: when an operator has no such implementation.
     """
@@ -27,15 +29,16 @@ def lower_operators(sdfg: SDFG, implementation: str) -> SDFG:
             lowered.add_symbol(symbol, dtype)
     for name, descriptor in sdfg.arrays.items():
         lowered.add_datadesc(name, copy.deepcopy(descriptor))
-    last: SDFGState | None = None
+    states: list[SDFGState] = []
     for number, node in enumerate(operators(sdfg)):
         if implementation not in node.implementations:
             raise CanonicalFormError(f'operator "{node.name}" has no implementation "{implementation}"')
         state = lowered.add_state(f"kernel_{number:02d}_{node.name}")
-        if last is not None:
-            lowered.add_edge(last, state, InterstateEdge())
-        last = state
+        if states:
+            lowered.add_edge(states[-1], state, InterstateEdge())
+        states.append(state)
         _copy_operator(the_state(sdfg), node, state, implementation)
+    share_addends(lowered, states)
     with quiet_dace():
         lowered.expand_library_nodes()
     return lowered
