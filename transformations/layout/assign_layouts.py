@@ -149,13 +149,14 @@ class _Assignment:
     def _layout(self, name: str) -> Layout:
         """The wanted layout under the letters that this graph's operators use."""
         layout, dims = self.wanted[name], self.dims[name]
+        letters: dict[str, str] = {}
         if "S" not in dims or "T" not in dims:  # one of the two names: operators may disagree about which
-            layout = layout.renamed({"S": "T"} if "T" in dims else {"T": "S"})
-        if sorted(layout.order) != sorted(dims):
+            letters = {"S": "T"} if "T" in dims else {"T": "S"}
+        if sorted(letters.get(letter, letter) for letter in layout.order) != sorted(dims):
             raise OptionError(
-                f'order "{self.wanted[name].order}" of container "{name}" was given; accepted is any order of "{dims}".'
+                f'order "{layout.order}" of container "{name}" was given; accepted is any order of "{dims}".'
             )
-        return layout
+        return layout.renamed(letters)
 
     def _copy_of(self, name: str) -> str | None:
         """The container that a conversion of ``name`` already reads or writes."""
@@ -202,4 +203,4 @@ def _lay(descriptor: data.Array, strides: tuple[Any, ...], total: Any) -> None:
 
 def _unknown(name: str, where: str, accepted: set[str]) -> str:
     names = ", ".join(f'"{other}"' for other in sorted(accepted)) or "none"
-    return f'a layout of container "{name}" was given, which {where} does not have; accepted are {names}.'
+    return f'a layout of container "{name}" was given; {where} accepts layouts of {names}.'

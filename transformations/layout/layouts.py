@@ -1,8 +1,8 @@
 """Layouts: the order in which a container's logical dimensions lie in memory, and padding, as strides.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
-A digit stands for a leading dimension without a name, counted from 0: the parts of a container that operators read one
-by one.
+A digit stands for a leading dimension without a name, counted from 0: that of a container which operators use part by
+part.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dace.symbolic import int_ceil
 
 from stepdown.models.errors import OptionError
 from stepdown.models.operators.operator import LEGEND, PAIR
+from stepdown.models.operators.relayout import UNNAMED
 from stepdown.transformations.canonical_form import container_dims, operand_edges, operators, the_state
 
 NOMINAL = {"B": 7, "S": 509}
 """Sizes at which strides are put in order where batch or sequence length is symbolic: any sizes above 1 do."""
 
-LETTERS = LEGEND + "0123456789"
+LETTERS = LEGEND + UNNAMED
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def row_major(dims: str) -> Layout:
 
 
 def logical_dims(sdfg: SDFG) -> dict[str, str]:
-    """The dimensions of every container that operators use, by letter; empty for scalars.
+    """The dimensions of every container that operators use, by letter; empty for what has no layout to choose.
 
     Leading dimensions of a container that operators only use parts of have no letter but their number.
     """
@@ -99,7 +100,7 @@ def logical_dims(sdfg: SDFG) -> dict[str, str]:
         for connector, name, _ in operand_edges(state, node):
             if name not in found:
                 leading = len(sdfg.arrays[name].shape) - len(dims[connector])
-                found[name] = "".join(map(str, range(leading))) + dims[connector]
+                found[name] = UNNAMED[:leading] + dims[connector] if leading <= len(UNNAMED) else ""
     return {name: "" if dims == PAIR else dims for name, dims in found.items()}
 
 
