@@ -192,8 +192,39 @@ def _check_convex(state: SDFGState, members: set[Operator]) -> None:
             pending += state.successors(node)
 
 
+def _in_runs(state: SDFGState, members: list[Operator]) -> list[Operator]:
+    """The members in an order in which row operators follow each other: they then share passes over a tile.
+
+    Among those that can run, contractions that give a tile come first and those that take one last.
+    """
+    written = {name for node in members for _, name, is_written in operand_edges(state, node) if is_written}
+
+    def priority(node: Operator) -> int:
+        if not isinstance(node, Contraction):
+            return 1
+        return 0 if set(node.operand_dims()["d"]) >= POSITIONS else 2
+
+    order: list[Operator] = []
+    done: set[str] = set()
+    waiting = list(members)
+    while waiting:
+        ready = [
+            node
+            for node in waiting
+            if all(
+                is_written or name in done or name not in written for _, name, is_written in operand_edges(state, node)
+            )
+        ]
+        node = min(ready, key=priority)
+        waiting.remove(node)
+        order.append(node)
+        done |= {name for _, name, is_written in operand_edges(state, node) if is_written}
+    return order
+
+
 def _group(sdfg: SDFG, members: list[Operator]) -> TiledGroup:
     state = the_state(sdfg)
+    members = _in_runs(state, members)
     dims = next(
         (node.dims for node in members if not isinstance(node, Contraction)),
         next(d for node in members for d in node.operand_dims().values() if set(d) >= POSITIONS),
