@@ -36,7 +36,8 @@ def test_equal_configurations_have_one_spelling() -> None:
 
 
 def test_nothing_is_the_default() -> None:
-    for source in (None, {}, {"containers": {}}):
+    sources: tuple[dict[str, Any] | None, ...] = (None, {}, {"containers": {}})
+    for source in sources:
         configuration = read_layouts(source)
         assert not configuration
         assert configuration.to_dict() == {}

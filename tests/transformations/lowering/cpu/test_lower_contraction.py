@@ -19,6 +19,7 @@ import dace
 import numpy as np
 import pytest
 import sympy
+from dace.symbolic import int_ceil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,7 +212,20 @@ def test_plan_computes_the_einsum(seed: int, copied: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("larger", "smaller", "certain"),
-    [(B * S, S, True), (S, B, False), (768 * S, 768, True), (S, 2, False), (sympy.Max(B, S), 1, False), (5, 5, True)],
+    [
+        (B * S, S, True),
+        (S, B, False),
+        (768 * S, 768, True),
+        (S, 2, False),
+        (sympy.Max(B, S), 1, False),
+        (5, 5, True),
+        (16 * int_ceil(S, 16), S, True),
+        (16 * int_ceil(S, 16), S + 1, False),
+        (15 * int_ceil(S, 16), S, False),
+        (S + 15, 16 * int_ceil(S, 16), False),
+        (8 * int_ceil(16 * B * int_ceil(S, 16), 8), B * S, True),
+        (16 * int_ceil(S, 16), 16 * int_ceil(S, 16), True),
+    ],
 )
 def test_certainty_for_all_sizes(larger: Any, smaller: Any, certain: bool) -> None:
     assert at_least(normalise(larger), normalise(smaller)) is certain
