@@ -32,6 +32,7 @@ from stepdown.pipeline.build_folder import FORMAT, MANIFEST, BuildFolder, read_b
 from stepdown.pipeline.cache import BuildCache, content_key, sources_digest
 from stepdown.pipeline.generate import generate
 from stepdown.pipeline.runtime import StepdownLayer
+from stepdown.pipeline.runtime.extension import build_extension
 from stepdown.pipeline.stages import OPTIONAL_PASSES, Compilation, PassRecord, StageRecord, run_stages
 from stepdown.pipeline.target import find_target
 from stepdown.pipeline.toolchain import Optimize, compile_flags, dace_configuration, toolchain_identity
@@ -121,7 +122,8 @@ def compile_layer(
     :param cache: where builds are kept and found again; the user's own by default.
     :param output: write the build into this folder, which must be new, empty or a build, instead of the cache. Only a
         complete build gets there; a build that is there stays until then.
-    :param progress: called with the name of each stage that begins.
+    :param progress: called with the name of each stage that begins, and with "extension" when the runtime's part in C++
+        is compiled, once on a machine.
     :returns: the build, from the cache where it holds one of the same content.
     :raises OptionError: for an unknown dtype, target or pass, impossible sizes, layouts that do not fit the layer, or
         a memory budget that no choice can meet.
@@ -167,6 +169,8 @@ def compile_layer(
     else:
         with _lock_of(key):  # threads of one process; processes are kept apart by the cache
             folder = (cache or BuildCache()).entry(key, fill)
+    if build:
+        build_extension(progress=progress)
     return CompiledLayer(definition, compiled.dtype, compiled.batch, compiled.seq, compiled.target, folder, not built)
 
 

@@ -175,6 +175,15 @@ def compile_flags(optimize: Optimize = "release", isa: Isa | None = None) -> tup
     return (*_LEVEL_FLAGS[optimize], *march, *_FLAGS)
 
 
+def extension_flags(cxx11_abi: bool) -> tuple[str, ...]:
+    """Every flag for the runtime's extension of PyTorch, besides the places of PyTorch's headers and libraries.
+
+    :param cxx11_abi: which of libstdc++'s two binary interfaces PyTorch was compiled with.
+    """
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(cxx11_abi)}"
+    return (f"-std=c++{CPP_STANDARD}", "-O1", "-DNDEBUG", "-fPIC", "-shared", abi)
+
+
 def cmake_executable() -> Path:
     """CMake as the pip package ships it: Debian's is too old for CUDA with C++20.
 

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: a strict DaCe, a build cache of its own, and a bounded number of threads."""
 
+import contextlib
 import copy
 import os
 import tempfile
@@ -20,9 +21,14 @@ import pytest
 import torch
 from dace.config import Config
 
+from stepdown.pipeline.cache import BuildCache
+from stepdown.pipeline.runtime.extension import build_extension, extension_key
 from stepdown.pipeline.toolchain import build_environment, configure_dace, preserved_dace_configuration
 
 torch.set_num_threads(2)
+
+# What takes long to make and has a name made from all that goes into it stays from run to run.
+KEPT = Path(tempfile.gettempdir()) / f"stepdown-tests-{os.getuid()}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,8 +40,15 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(session_folder: Path) -> Iterator[Path]:
-    """The build cache of this run (``STEPDOWN_CACHE``): shared by its workers, never the user's."""
+    """The build cache of this run (``STEPDOWN_CACHE``): shared by its workers, never the user's.
+
+    It holds the runtime's extension, which stays from run to run.
+    """
     cache = session_folder / "stepdown-cache"
+    entry = cache / "entries" / extension_key()
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        entry.symlink_to(build_extension(BuildCache(KEPT / "cache")).parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STEPDOWN_CACHE", str(cache))
         yield cache
@@ -48,9 +61,8 @@ def strict_dace_session(session_folder: Path) -> Iterator[None]:
     Session scope, so that fixtures which compile something once see it as well. DaCe's precompiled headers stay from
     run to run: they take ten seconds each, and their names are made from all that goes into them.
     """
-    headers = Path(tempfile.gettempdir()) / f"stepdown-tests-{os.getuid()}"
     with pytest.MonkeyPatch.context() as patch, preserved_dace_configuration():
-        patch.setenv("DACE_BUILD_CACHE_DIR", os.environ.get("DACE_BUILD_CACHE_DIR", str(headers)))
+        patch.setenv("DACE_BUILD_CACHE_DIR", os.environ.get("DACE_BUILD_CACHE_DIR", str(KEPT)))
         for name, value in build_environment().items():
             patch.setenv(name, value)
         configure_dace("light", build_folder=session_folder / f"dace-{os.getpid()}")

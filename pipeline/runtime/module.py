@@ -14,7 +14,6 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.errors import BuildError, InputError
 from stepdown.models.reference import INITIAL_DEVIATION
 from stepdown.pipeline.runtime.binding import Binding, load_build
-from stepdown.pipeline.runtime.function import differentiable
 
 MASK_DTYPES = frozenset(
     getattr(torch, name) for name in ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -22,10 +21,10 @@ MASK_DTYPES = frozenset(
 """Accepted dtypes of an attention mask. Additive masks, which are floating-point ones, are refused."""
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_NO_RNG = torch.zeros(2, dtype=torch.int64, device="cpu")
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
 
 # What the module holds about its build, which is found again from its path after copying and pickling.
-_TRANSIENT = ("_binding", "_slots", "_places", "_last_rng")
+_TRANSIENT = ("_binding", "_call", "_slots", "_places", "_last_rng")
 
 
 class ParameterGroup(nn.Module):
@@ -113,17 +112,14 @@ class StepdownLayer(nn.Module):
                     places.append((group._modules, part, child, prefix))
                 group = child
             slots.append((group._parameters, leaf, group))
-        self.__dict__.update(_binding=binding, _places=tuple(places), _slots=tuple(slots), _last_rng=None)
+        self.__dict__.update(
+            _binding=binding, _call=binding.layer.call, _places=tuple(places), _slots=tuple(slots), _last_rng=None
+        )
         self._set_definition(definition)
 
     def _set_definition(self, definition: EncoderLayer) -> None:
-        values = tuple(float(getattr(definition, field)) for field in self._binding.probabilities)
-        self.__dict__.update(
-            _definition=definition,
-            _probabilities=values,
-            _no_probabilities=(0.0,) * len(values),
-            _draws=any(values),
-        )
+        values = [float(getattr(definition, field)) for field in self._binding.probabilities]
+        self.__dict__.update(_definition=definition, _probabilities=values if any(values) else [])
 
     @property
     def definition(self) -> EncoderLayer:
@@ -168,8 +164,44 @@ class StepdownLayer(nn.Module):
                 'a compiled layer was called inside a transform of "torch.func", forward-mode differentiation or '
                 '"torch.jit.trace"; accepted are eager calls, with gradients by "backward" or "torch.autograd.grad".'
             )
-        binding: Binding = self.__dict__["_binding"]
-        if type(x) not in _PLAIN or x.dtype is not binding.dtype or not x.is_cpu or x.layout is not torch.strided:
+        own = self.__dict__
+        parameters = self._gather()
+        probabilities = own["_probabilities"] if self.training else []
+        result = None
+        if type(x) in _PLAIN and type(attention_mask) in _PLAIN_OR_NONE and _PLAIN.issuperset(map(type, parameters)):
+            result = own["_call"](x, attention_mask, parameters, probabilities)
+        if not result:
+            self._prepare(x, attention_mask, parameters)
+            result = own["_call"](x, attention_mask, parameters, probabilities)
+            if not result:
+                raise InputError(
+                    "tensors that changed during the call were given to a compiled layer; accepted are those that no "
+                    "other thread changes meanwhile."
+                )
+        own["_last_rng"] = result[1] if probabilities else None
+        return result[0]
+
+    def _gather(self) -> list[Any]:
+        """The parameters in the order of the libraries."""
+        for modules, name, module, path in self.__dict__["_places"]:
+            if modules.get(name) is not module:
+                raise InputError(
+                    f'"{path}" of a compiled layer was replaced by {type(modules.get(name)).__name__}; accepted are '
+                    f"other values of its parameters, because the layer runs as one."
+                )
+        slots = self.__dict__["_slots"]
+        try:
+            return [values[name] for values, name, _ in slots]
+        except KeyError:  # torch.nn.utils.parametrize computes it instead
+            return [getattr(module, name, None) for _, name, module in slots]
+
+    def _prepare(self, x: Tensor, mask: Tensor | None, parameters: list[Tensor]) -> None:
+        """Say why a call was refused; if it was not, its batch and length are new, and are made known.
+
+        :raises InputError: with what was given and what is accepted.
+        """
+        binding = self._binding
+        if _unfit(x, binding.dtype):
             self._refuse("x", x, binding)
         shape = x.shape
         if len(shape) != 3 or shape[2] != binding.definition.embed or not shape[0] or not shape[1]:
@@ -177,62 +209,15 @@ class StepdownLayer(nn.Module):
         batch, seq, _ = shape
         if (batch != binding.batch and binding.batch is not None) or (seq != binding.seq and binding.seq is not None):
             self._refuse_shape(shape, binding)
-        if x.is_neg():
-            x = x.resolve_neg()
-        plan = binding.forward_plan(batch, seq)
-        mask = plan.full_mask if attention_mask is None else self._mask(attention_mask, batch, seq)
-        parameters = self._gather(binding)
-        # Drawn after all checks: a refused call leaves the generator alone.
-        if self.training and self.__dict__["_draws"]:
-            probabilities = self.__dict__["_probabilities"]
-            rng = torch.empty_like(_NO_RNG).random_()
-            self.__dict__["_last_rng"] = rng
-        else:
-            probabilities = self.__dict__["_no_probabilities"]
-            rng = _NO_RNG
-            self.__dict__["_last_rng"] = None
-        if torch.is_grad_enabled():
-            return differentiable((binding, plan, mask, rng, probabilities), x.contiguous(), *parameters)
-        return binding.forward(plan, x.contiguous(), mask, rng, probabilities, parameters)[0]
+        if mask is not None:
+            self._check_mask(mask, batch, seq)
+        for name, parameter, expected in zip(binding.parameters, parameters, binding.shapes, strict=True):
+            if _unfit(parameter, binding.dtype) or parameter.shape != expected:
+                self._refuse(name, parameter, binding, expected)
+        binding.prepare(batch, seq)
 
-    def _gather(self, binding: Binding) -> list[Tensor]:
-        """The parameters as the libraries read them: those that are not contiguous are copied, differentiably."""
-        for modules, name, module, path in self.__dict__["_places"]:
-            if modules.get(name) is not module:
-                raise InputError(
-                    f'"{path}" of a compiled layer was replaced by {type(modules.get(name)).__name__}; accepted are '
-                    f"other values of its parameters, because the layer runs as one."
-                )
-        dtype = binding.dtype
-        parameters: list[Tensor] = []
-        for (values, name, module), shape in zip(self.__dict__["_slots"], binding.shapes, strict=True):
-            parameter = values.get(name)
-            if parameter is None:  # torch.nn.utils.parametrize computes it instead
-                parameter = getattr(module, name, None)
-            if (
-                type(parameter) not in _PLAIN
-                or parameter.dtype is not dtype
-                or parameter.layout is not torch.strided
-                or not parameter.is_cpu
-                or parameter.size() != shape  # a third of the time of "shape"
-            ):
-                self._refuse(binding.parameters[len(parameters)], parameter, binding, shape)
-            if not parameter.is_contiguous():
-                parameter = parameter.resolve_neg().contiguous()
-            parameters.append(parameter)
-        return parameters
-
-    def _mask(self, mask: Tensor, batch: int, seq: int) -> Tensor:
-        """A mask as the libraries read it: boolean and contiguous."""
-        if (
-            type(mask) in _PLAIN
-            and mask.layout is torch.strided
-            and mask.dtype in MASK_DTYPES
-            and mask.is_cpu
-            and mask.shape == (batch, seq)
-            and self._binding.takes_mask
-        ):
-            return mask.contiguous() if mask.dtype is torch.bool else mask != 0
+    def _check_mask(self, mask: Tensor, batch: int, seq: int) -> None:
+        """Refuse a mask that the libraries could not read."""
         if not self._binding.takes_mask:
             raise InputError("attention_mask was given; accepted is None, because the layer was built without masks.")
         if type(mask) not in _PLAIN or mask.layout is not torch.strided:
@@ -241,8 +226,10 @@ class StepdownLayer(nn.Module):
             given = f"of dtype {_name(mask.dtype)}"
         elif not mask.is_cpu:
             given = f'on device "{mask.device}"'
-        else:
+        elif mask.shape != (batch, seq):
             given = f"of shape {list(mask.shape)}"
+        else:
+            return
         raise InputError(
             f"attention_mask {given} was given; accepted is a boolean or integer tensor [{batch}, {seq}] on the CPU, 1 "
             f"where keys are attended to."
@@ -305,6 +292,12 @@ class StepdownLayer(nn.Module):
 def _forward_mode() -> bool:
     """Whether a forward-mode differentiation is in progress: its tangents would be lost without a word."""
     return forward_ad._current_level >= 0
+
+
+def _unfit(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor is of another kind than the layer was compiled for; its shape is another question."""
+    plain = type(value) in _PLAIN and value.layout is torch.strided
+    return not plain or value.dtype is not dtype or not value.is_cpu
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import pickle
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from stepdown.models.definition import EncoderLayer
 from stepdown.models.errors import BuildError, InputError
 from stepdown.models.reference import ReferenceEncoderLayer
-from stepdown.pipeline.runtime import StepdownLayer
+from stepdown.pipeline.runtime import StepdownLayer, release_memory
+from stepdown.pipeline.runtime.memory import pool
 
 from .conftest import SMALL, BuildFactory, FakeBuild
 
@@ -553,3 +555,34 @@ def test_large_calls_use_memory_again(make_build: BuildFactory) -> None:
     for _ in range(3):
         layer(torch.randn_like(x)).sum().backward()
     assert all(map(torch.equal, first, torch.autograd.grad(y.sum(), [x, *layer.parameters()])))
+
+
+def test_memory_comes_home_with_the_graph(make_build: BuildFactory) -> None:
+    layer, x = make_build().layer().eval(), torch.randn(64, 1024, 8, requires_grad=True)
+    y = layer(x)
+    lent = pool().idle_bytes()
+    torch.autograd.grad(y.sum(), [x])  # frees what was saved, though "y" lives on
+    assert pool().idle_bytes() >= lent + x.nbytes
+    y = layer(x)
+    lent = pool().idle_bytes()
+    del y
+    assert pool().idle_bytes() >= lent + x.nbytes
+    release_memory()
+    assert pool().idle_bytes() == 0
+
+
+def test_gradients_of_a_batch_of_gradients_are_refused(layer: StepdownLayer, batch: Batch) -> None:
+    x, mask = batch
+    with pytest.raises(RuntimeError, match="accepted are those, one at a time"):
+        torch.autograd.grad(layer(x, mask), [x], torch.ones(2, 3, 5, 8), is_grads_batched=True)
+
+
+def test_python_runs_on_during_a_call(make_build: BuildFactory) -> None:
+    layer, x = make_build().layer(), torch.randn(64, 1024, 8)
+    worker = threading.Thread(target=lambda: [layer(x) for _ in range(10)])
+    worker.start()
+    turns = 0
+    while worker.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 15  # a call holding the lock would let this thread have one turn between two calls
