@@ -18,7 +18,14 @@ from stepdown.transformations.schedule.plan_workspace import Lifetime
 from stepdown.transformations.training_graph import TrainingGraph
 
 DIRECTIONS = ("forward", "backward")
-C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "int32": "int", "bool": "bool"}
+C_TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "int64": "int64_t",
+    "int32": "int",
+    "uint32": "dace::uint",
+    "bool": "bool",
+}
 LAYER = EncoderLayer(embed=4, heads=1, ffn=8)
 
 
