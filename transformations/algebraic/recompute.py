@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from dace.sdfg.nodes import LibraryNode
+
 from stepdown.models.errors import OptionError
 from stepdown.models.operators import MEMBER_KINDS, Operator
 from stepdown.transformations.algebraic.dataflow import Dataflow, derive_kept
@@ -100,15 +102,21 @@ class _Search:
         self.forward = uses_of(graph.forward, self.forward_containers)
         self.backward = uses_of(graph.backward, self.backward_containers)
         self.kept = frozenset(graph.kept)
+        self.symbols = {
+            str(symbol) for name in graph.kept for symbol in graph.forward.arrays[name].free_symbols
+        } & NOMINAL.keys()
         self.writer = {name: place for place, use in enumerate(self.forward) for name in use.writes}
         self.outputs = {name for name in self.writer if name_is_output(graph.forward, name)}
-        self.there = {name for use in self.backward for name in use.writes}
+        self.backward_writer = {name: place for place, use in enumerate(self.backward) for name in use.writes}
+        self.there = {name for name in self.backward_writer if self._same_value(name)}
+        self.taken = self.backward_writer.keys() - self.there
         self.candidates = [
             place for place, use in enumerate(self.forward) if self._can_be_cloned(use) and use.writes & self.kept
         ]
         self._outcomes: dict[Chosen, _Outcome] = {}
         self._clones: dict[tuple[int, frozenset[str]], Use] = {}
         self._known: dict[tuple[object, ...], bool] = {}
+        self._forward_moved: dict[frozenset[str], int] = {}
 
     # ---- the search ------------------------------------------------------------------------------------------------
 
@@ -148,10 +156,11 @@ class _Search:
                 chosen = everything
             else:
                 least = self.outcome(chosen).kept_bytes
-                sizes = " and ".join(f"{letter}={size}" for letter, size in NOMINAL.items())
+                nominal = " and ".join(f"{letter}={NOMINAL[letter]}" for letter in sorted(self.symbols))
+                sizes = f" at {nominal}" if nominal else ""
                 raise OptionError(
-                    f"memory_budget={budget} bytes cannot be kept: accepted are at least {least} bytes, which remain "
-                    f"when all that can be is computed again (symbolic sizes counted at {sizes})."
+                    f'"memory_budget" is {budget} bytes; accepted are at least {least}, what forward keeps{sizes} '
+                    "when backward computes again all that it can."
                 )
         return chosen
 
@@ -186,7 +195,9 @@ class _Search:
         for use in uses[: len(clones)]:
             backward |= {name: replace(forward[name], transient=False) for name in use.reads - backward.keys()}
             backward |= {name: replace(forward[name], transient=True) for name in use.writes}
-        moved = self._moved(self.forward, forward) + self._moved(uses, backward)
+        if kept not in self._forward_moved:
+            self._forward_moved[kept] = self._moved(self.forward, forward)
+        moved = self._forward_moved[kept] + self._moved(uses, backward)
         return _Outcome(clones, kept, sum(forward[name].bytes for name in kept), moved)
 
     def _moved(self, uses: list[Use], containers: Mapping[str, Container]) -> int:
@@ -211,8 +222,22 @@ class _Search:
         return tuple(sorted(clones))
 
     def _can_be_cloned(self, use: Use) -> bool:
-        """A row or element-wise operator whose results have names that are free in backward."""
-        return use.whole and type(use.operator).__name__ in MEMBER_KINDS and not use.writes & self.there
+        """A row or element-wise operator whose containers' names do not stand for other values in backward."""
+        free = not (use.writes & self.backward_writer.keys()) and not (use.reads & self.taken)
+        return free and use.whole and type(use.operator).__name__ in MEMBER_KINDS
+
+    def _same_value(self, name: str) -> bool:
+        """Whether a container has the same value in both graphs: an operator's clone wrote it in backward."""
+        if name not in self.backward_writer:
+            return True
+        if name not in self.writer:
+            return False
+        one, other = self.forward[self.writer[name]], self.backward[self.backward_writer[name]]
+        return (
+            _formula(one) == _formula(other)
+            and all(one.values.get(connector) == value for connector, value in other.values.items())
+            and all(self._same_value(operand) for operand in other.reads)
+        )
 
     def clones(self, places: Iterable[int]) -> list[Use]:
         """The clones of operators of forward, without statistics that backward does not read."""
@@ -227,6 +252,13 @@ class _Search:
                 self._clones[key] = Use(_clone(use.operator, values), values, use.moved)
             found.append(self._clones[key])
         return found
+
+
+def _formula(use: Use) -> tuple[object, ...]:
+    """What an operator computes of its operands: everything but its name."""
+    skipped = {prop.attr_name for prop in LibraryNode.__properties__.values()}
+    options = {prop.attr_name: value for prop, value in use.operator.properties() if prop.attr_name not in skipped}
+    return type(use.operator), use.whole, options
 
 
 def _clone(operator: Operator, connectors: Iterable[str]) -> Operator:
