@@ -17,6 +17,8 @@ from dace.frontend.operations import detect_reduction_type
 from dace.sdfg import SDFG, SDFGState, nodes
 from dace.sdfg.scope import is_devicelevel_gpu
 from dace.sdfg.state import ControlFlowRegion, StateSubgraphView
+from dace.subsets import Range
+from sympy import sympify
 
 REDUCTIONS = {dtypes.ReductionType.Sum: "+", dtypes.ReductionType.Max: "max"}
 """OpenMP's names of the reductions that the statement language has."""
@@ -28,7 +30,7 @@ def simd_pragma(sdfg: SDFG, state: SDFGState, entry: nodes.MapEntry) -> str | No
     """The pragma for a map's innermost loop, or None where it may not run in lanes.
 
     Refused: other schedules, maps with scopes or nested SDFGs inside, steps other than one, and accumulation into
-    anything but scalars (by sum or maximum) or elements that the innermost parameter tells apart.
+    anything but scalars (by sum or maximum, once each) or elements that the innermost parameter tells apart.
     """
     if entry.map.schedule is not dtypes.ScheduleType.Sequential or entry.map.unroll:
         return None
@@ -46,13 +48,29 @@ def simd_pragma(sdfg: SDFG, state: SDFGState, entry: nodes.MapEntry) -> str | No
             continue
         if isinstance(sdfg.arrays[memlet.data], data.Scalar):
             operator = REDUCTIONS.get(detect_reduction_type(memlet.wcr))
-            if operator is None:
+            if operator is None or any(memlet.data in names for names in clauses.values()):
                 return None
             clauses.setdefault(operator, []).append(memlet.data)
-        elif entry.map.params[-1] not in map(str, memlet.subset.free_symbols):
+        elif not _tells_apart(memlet.subset, entry.map.params[-1]):
             return None
     text = "".join(f" reduction({operator}:{', '.join(names)})" for operator, names in clauses.items())
     return f"#pragma omp simd{text}"
+
+
+def _tells_apart(subset: Range, parameter: str) -> bool:
+    """Whether iterations with different values of ``parameter`` surely have different elements.
+
+    That is so where an index is a multiple of it plus what does not depend on it; ``i // 2`` or ``i % 3`` are not.
+    """
+    for low, high, _ in subset.ranges:
+        index = sympify(low)
+        symbol = next((symbol for symbol in index.free_symbols if str(symbol) == parameter), None)
+        if symbol is None or low != high:
+            continue
+        step = (index.subs(symbol, symbol + 1) - index).expand()
+        if step != 0 and symbol not in step.free_symbols and index.is_polynomial(symbol):
+            return True
+    return False
 
 
 @registry.autoregister_params(name="cpu")
