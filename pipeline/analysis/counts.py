@@ -154,13 +154,10 @@ def _count_operators(direction: str, sdfg: SDFG) -> list[OperatorCounts]:
 
 
 def _bytes(sdfg: SDFG, name: str) -> sympy.Expr:
+    """What a container takes in memory, the padding of its layout included."""
     descriptor = sdfg.arrays[name]
-    if isinstance(descriptor, data.Scalar):
-        return sympy.Integer(descriptor.dtype.bytes)
-    count = sympy.Integer(1)
-    for extent in descriptor.shape:
-        count *= _free(extent)
-    return count * descriptor.dtype.bytes
+    size = 1 if isinstance(descriptor, data.Scalar) else descriptor.total_size
+    return _free(size) * descriptor.dtype.bytes
 
 
 @lru_cache(maxsize=1024)
