@@ -84,7 +84,7 @@ def packed_call(sdfg: SDFG) -> str:
     """
     names = program_names(sdfg)
     values = ["state"]
-    for place, descriptor in enumerate(sdfg.arglist().values()):
+    for place, (name, descriptor) in enumerate(sdfg.arglist().items()):
         kind = descriptor.dtype.ctype
         if not isinstance(descriptor, data.Scalar):
             values.append(f"reinterpret_cast<{kind}*>(values[{place}])")
@@ -94,7 +94,7 @@ def packed_call(sdfg: SDFG) -> str:
             values.append(f"static_cast<{kind}>(values[{place}])")
         else:
             raise BuildError(
-                f'argument {place} of "{sdfg.name}" is a value of {kind}; accepted are double and integers.'
+                f'argument "{name}" of "{sdfg.name}" is a value of {kind}; accepted are "double", "int" and "int64_t".'
             )
     arguments = ",\n        ".join(values)
     return (
