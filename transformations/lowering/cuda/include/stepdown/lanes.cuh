@@ -106,15 +106,16 @@ __device__ __forceinline__ T over_lanes(T value, int row) {
 template <typename T>
 __device__ __forceinline__ T over_column(T value) {
     __shared__ T parts[32][33];
-    __syncthreads();
+    __shared__ T sums[32];
+    __syncthreads();  // the last values were read
     parts[threadIdx.y][threadIdx.x] = value;
     __syncthreads();
     T other = parts[threadIdx.x][threadIdx.y];
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) other += __shfl_xor_sync(0xffffffffu, other, distance);
-    if (threadIdx.x == 0) parts[threadIdx.y][0] = other;
+    if (threadIdx.x == 0) sums[threadIdx.y] = other;
     __syncthreads();
-    return parts[threadIdx.x][0];
+    return sums[threadIdx.x];
 }
 
 }  // namespace stepdown
