@@ -33,7 +33,14 @@ from stepdown.pipeline.cache import BuildCache, content_key, sources_digest
 from stepdown.pipeline.generate import generate
 from stepdown.pipeline.runtime import StepdownLayer
 from stepdown.pipeline.runtime.extension import build_extension
-from stepdown.pipeline.stages import OPTIONAL_PASSES, Compilation, PassRecord, StageRecord, run_stages
+from stepdown.pipeline.stages import (
+    OPTIONAL_PASSES,
+    Compilation,
+    PassRecord,
+    StageRecord,
+    refuse_other_passes,
+    run_stages,
+)
 from stepdown.pipeline.target import find_target
 from stepdown.pipeline.toolchain import Optimize, compile_flags, dace_configuration, toolchain_identity
 from stepdown.transformations.layout.configuration import LayoutConfiguration, read_layouts
@@ -241,13 +248,11 @@ def _budget(value: int | None) -> int | None:
 
 
 def _passes(names: Iterable[str]) -> tuple[str, ...]:
-    accepted = ", ".join(f'"{known}"' for known in OPTIONAL_PASSES) or "none"
     if not isinstance(names, Iterable):
+        accepted = ", ".join(f'"{known}"' for known in OPTIONAL_PASSES)
         raise OptionError(f'"disable" is {names!r}; accepted are names of optional passes: {accepted}.')
     given = (names,) if isinstance(names, str) else tuple(names)
-    for name in given:
-        if name not in OPTIONAL_PASSES:
-            raise OptionError(f'pass "{name}" cannot be switched off; optional passes are: {accepted}.')
+    refuse_other_passes(given)
     return tuple(sorted(set(given)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from dace.sdfg import SDFG, nodes
 from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import DataType
 from stepdown.models.encoder import INPUT, OUTPUT, encoder_program
+from stepdown.models.errors import OptionError
 from stepdown.pipeline.target import Target
 from stepdown.transformations.algebraic.accumulate_into_contractions import AccumulateIntoContractions
 from stepdown.transformations.algebraic.fold_scales import FoldScales
@@ -26,6 +27,7 @@ from stepdown.transformations.algebraic.recompute import Recompute
 from stepdown.transformations.algebraic.remove_dead_work import RemoveDeadWork
 from stepdown.transformations.canonical_form import the_state, validate
 from stepdown.transformations.differentiate import differentiate
+from stepdown.transformations.fusion.fuse_attention import FuseAttention
 from stepdown.transformations.fusion.fuse_row_operators import FuseRowOperators
 from stepdown.transformations.layout.assign_layouts import AssignLayouts
 from stepdown.transformations.layout.configuration import LayoutConfiguration
@@ -128,6 +130,12 @@ def accumulate_into_contractions(compilation: Compilation) -> str:
     return what
 
 
+def fuse_attention(compilation: Compilation) -> str:
+    """Contractions and row operators over two positions -> tiled groups."""
+    compilation.graph, what = FuseAttention().apply(_graph(compilation))
+    return what
+
+
 def recompute(compilation: Compilation) -> str:
     """Kept containers that are cheap to compute again -> clones of operators in the backward graph."""
     compilation.graph, what = Recompute(compilation.memory_budget).apply(_graph(compilation))
@@ -190,6 +198,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "fuse",
         (
+            ("fuse-attention", fuse_attention),
             ("recompute", recompute),
             ("fuse-row-operators", fuse_row_operators),
         ),
@@ -215,8 +224,10 @@ def run_stages(
 
     :param progress: called with the name of each stage that begins.
     :param finished: called with the record of each stage that ended; later stages may change its graph.
+    :raises OptionError: before anything runs, when a pass that is to be left out is not an optional one.
     :raises CanonicalFormError: when a pass breaks the canonical form.
     """
+    refuse_other_passes(compilation.disable)
     for stage in STAGES:
         progress(stage.name)
         passes: list[PassRecord] = []
@@ -229,6 +240,17 @@ def run_stages(
             check(compilation, stage)
             passes.append(PassRecord(name, time.perf_counter() - start, what))
         finished(StageRecord(stage.name, _graph(compilation), stage.canonical, passes))
+
+
+def refuse_other_passes(names: Iterable[object]) -> None:
+    """Check names of passes that are to be left out.
+
+    :raises OptionError: when one is not the name of an optional pass.
+    """
+    for name in names:
+        if name not in OPTIONAL_PASSES:
+            accepted = ", ".join(f'"{known}"' for known in OPTIONAL_PASSES)
+            raise OptionError(f'pass "{name}" cannot be switched off; optional passes are: {accepted}.')
 
 
 def check(compilation: Compilation, stage: Stage) -> None:
