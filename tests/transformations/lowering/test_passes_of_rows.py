@@ -228,6 +228,7 @@ def test_rows_in_passes_give_what_the_statements_say(statements: list[Statement]
         np.testing.assert_allclose(value, full, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@settings(max_examples=60)
 @given(programs())
 def test_every_statement_has_one_place_and_reads_no_sum_before_its_pass_ended(statements: list[Statement]) -> None:
     statements = pinned(statements)
@@ -243,6 +244,7 @@ def test_every_statement_has_one_place_and_reads_no_sum_before_its_pass_ended(st
         assert all(name in ended for statement in row_pass.after for name in statement.names() if name in reductions)
 
 
+@settings(max_examples=60)
 @given(programs())
 def test_passes_are_as_few_as_the_sums_demand(statements: list[Statement]) -> None:
     """The longest chain of sums over a row is how often a row must be read."""
@@ -265,6 +267,7 @@ def test_passes_are_as_few_as_the_sums_demand(statements: list[Statement]) -> No
     )
 
 
+@settings(max_examples=60)
 @given(programs(columns=False))
 def test_only_what_a_later_pass_reads_is_buffered(statements: list[Statement]) -> None:
     """Every buffer is memory: no value has one that its own pass alone reads, and random words have their own."""

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepdown.models.errors import CanonicalFormError
-from stepdown.models.operators import Dropout, LayerNormParameterGradient, Operator, Softmax, SumRows
+from stepdown.models.operators import Dropout, Operator, Softmax, SumRows
 from stepdown.models.operators.gradient import connect_operator
 from stepdown.models.quiet import quiet_dace
 from stepdown.pipeline.runtime.workspace import Request, aligned, first_fit
@@ -143,7 +143,6 @@ OPERATORS = [
     (Softmax("softmax", "BSE"), "x", "y"),
     (Dropout("dropout", "BSE", 1), "x rng p", "y"),
     (SumRows("columns", "BSE", "E"), "x", "y"),
-    (LayerNormParameterGradient("parameters", "BSE"), "dy x mean rstd", "dweight dbias"),
 ]
 
 
