@@ -194,6 +194,7 @@ def compiler(hand_made_build: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler
 
 def test_compile_passes_everything_on_and_shows_the_stages(compiler: Compiler, tmp_path: Path) -> None:
     options = ["--batch", "2", "--seq", "3", "--dtype", "bf16", "--disable", "a", "--disable", "b", "--no-build"]
+    options += ["--layouts", str(tmp_path / "layouts.json"), "--memory-budget", "1000"]
     result = call("compile", "bert-tiny", "--heads", "4", *options, "--optimize", "light", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     ((layer, given),) = compiler.calls
@@ -204,6 +205,8 @@ def test_compile_passes_everything_on_and_shows_the_stages(compiler: Compiler, t
         "dtype": "bf16",
         "target": "cpu",
         "disable": ["a", "b"],
+        "layouts": tmp_path / "layouts.json",
+        "memory_budget": 1000,
         "build": False,
         "optimize": "light",
         "output": tmp_path / "out",
