@@ -5,7 +5,6 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,12 +31,12 @@ TILED_KINDS: tuple[type[Operator], ...] = (*MEMBER_KINDS.values(), Contraction)
 
 @dace.library.node
 class TiledGroup(Operator):
-    """Members in order; the values between them exist for one tile of rows at a time and are never written to memory.
+    """Members in order; values between them exist for one tile of rows at a time and are never written to memory.
 
     ``dims`` are those of the values in between: the last one numbers the elements of a row (``T``), the one before it
     the rows, which are cut into tiles (``S``), and the others independent problems (``B``, ``H``). Row operators run
-    over all of ``dims``. A contraction takes or gives a value in between; its other operands have every outer dimension.
-    One that sums over the rows adds up over the tiles.
+    over all of ``dims``. A contraction takes or gives a value in between; its other operands have every outer
+    dimension. One that sums over the rows adds up over the tiles.
 
     Connectors are named after the values: inputs that no member writes, and those written values that are asked for,
     which are results of contractions. Values in between keep the accumulation type.
@@ -75,8 +74,8 @@ class TiledGroup(Operator):
                 value = member.values[connector]
                 if value in written and values[value] != dims:
                     raise CanonicalFormError(
-                        f'member "{member.operator.name}" of group "{name}" reads "{value}", which is complete only after '
-                        f"all tiles"
+                        f'member "{member.operator.name}" of group "{name}" reads "{value}", which is complete only '
+                        f"after all tiles"
                     )
 
     def _check(self, member: Member) -> None:
@@ -90,8 +89,8 @@ class TiledGroup(Operator):
         own = node.operand_dims()
         if node.accumulate or self.dims not in own.values():
             raise CanonicalFormError(
-                f'contraction "{node.name}" of group "{self.name}" must take or give a value over "{self.dims}" and add '
-                f"to nothing"
+                f'contraction "{node.name}" of group "{self.name}" must take or give a value over "{self.dims}" and '
+                f"add to nothing"
             )
         for connector, dims in own.items():
             if not set(self.outer) <= set(dims):
@@ -153,7 +152,7 @@ class TiledGroup(Operator):
         return dims
 
     def result_types(self, operand: DataType) -> dict[str, DataType]:
-        return {name: operand for name in sorted(self.out_connectors)}
+        return dict.fromkeys(sorted(self.out_connectors), operand)
 
     def flop(self, sizes: Mapping[str, Any]) -> sympy.Expr:
         """Those of the members."""

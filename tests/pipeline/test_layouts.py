@@ -24,7 +24,7 @@ from stepdown.pipeline.analysis.expressions import evaluate
 from stepdown.pipeline.cli import app
 from stepdown.pipeline.compiler import CompiledLayer, compile_layer
 from stepdown.pipeline.runtime import StepdownLayer
-from stepdown.pipeline.stages import OPTIONAL_PASSES, STAGES, Compilation
+from stepdown.pipeline.stages import STAGES, Compilation
 from stepdown.pipeline.target import find_target
 from stepdown.pipeline.verification.layouts import draw_layouts
 from stepdown.transformations.canonical_form import validate
@@ -61,11 +61,10 @@ def drawn(definition: EncoderLayer, seed: int, options: dict[str, Any]) -> dict[
 @pytest.mark.parametrize(
     ("definition", "options", "sizes"),
     [
-        (LAYER, {"disable": [name for name in OPTIONAL_PASSES if name != "assign-layouts"]}, [(2, 5), (1, 1), (3, 17)]),
         (LAYER, {}, [(2, 5), (1, 1), (3, 17)]),
         (OTHER, {"batch": 2, "seq": 5}, [(2, 5)]),
     ],
-    ids=["operators alone", "every pass", "fixed sizes"],
+    ids=["every pass", "fixed sizes"],
 )
 def test_a_layer_in_drawn_layouts_computes_what_pytorch_does(
     definition: EncoderLayer, options: dict[str, Any], sizes: list[tuple[int, int]], tmp_path: Path
