@@ -1,4 +1,4 @@
-"""Counts of a training graph in canonical form: kernels, flop, words and bytes moved, bytes kept.
+"""Counts of a training graph: kernels, flop, words and bytes moved, bytes kept.
 
 The counting rule is that of ``docs/counting.md``: each operator is a kernel that reads each distinct input once and
 writes each output once.
@@ -8,15 +8,19 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import sympy
 from dace import data
-from dace.sdfg import SDFG, nodes
+from dace.sdfg import SDFG, SDFGState, nodes
 
-from stepdown.models.operators import OperatorClass
+from stepdown.models.operators import Operator, OperatorClass
+from stepdown.models.operators.row_group import RowGroup
+from stepdown.models.operators.tiled_group import TiledGroup
+from stepdown.pipeline.analysis.expressions import as_number
 from stepdown.transformations.canonical_form import operators, the_state
 from stepdown.transformations.training_graph import TrainingGraph
 
@@ -55,27 +59,62 @@ class Counts:
 
     def to_manifest(self) -> dict[str, Any]:
         """Numbers where they are numbers, and expressions as text."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: as_number(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class MemberCounts:
+    """An operator of a group; it moves nothing itself."""
+
+    name: str
+    kind: str
+    operator_class: OperatorClass
+    flop: Count
 
 
 @dataclass(frozen=True)
 class OperatorCounts:
-    """Counts of one operator: its name, kind and class."""
+    """Counts of one operator.
+
+    :ivar operator_class: of a group, the first of contraction, statistical normalization and element-wise that one of
+        its members has.
+    :ivar dims: what it iterates over, in legend letters.
+    :ivar reads, writes: containers.
+    :ivar bytes_by_dtype: bytes moved by the containers' scalar type.
+    :ivar members: the operators of a group, in order.
+    """
 
     name: str
     kind: str
     operator_class: OperatorClass
     direction: str
     counts: Counts
+    dims: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    bytes_by_dtype: dict[str, Count]
+    members: tuple[MemberCounts, ...] = ()
+
+    def flop_by_class(self) -> dict[OperatorClass, Count]:
+        """Flop by the class of what does them: members of a group may be of several."""
+        found: dict[OperatorClass, Count] = {}
+        for member in self.members:
+            found[member.operator_class] = found.get(member.operator_class, 0) + member.flop
+        return found or {self.operator_class: self.counts.flop}
 
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """Counts of a training graph by direction and by operator."""
+    """Counts of a training graph in canonical form, by direction and by operator.
+
+    :ivar compulsory: by direction, the bytes of all arguments and kept containers, each moved once: what even one
+        kernel for the whole direction moves.
+    """
 
     forward: Counts
     backward: Counts | None
     by_operator: tuple[OperatorCounts, ...] = field(default=())
+    compulsory: dict[str, Count] = field(default_factory=dict)
 
     @property
     def total(self) -> Counts:
@@ -86,10 +125,12 @@ class GraphCounts:
         return Counts(**{f.name: getattr(both, f.name) for f in fields(both)} | {"kept_bytes": self.forward.kept_bytes})
 
     def by_class(self) -> dict[OperatorClass, Counts]:
-        """Counts of each of the paper's three classes."""
+        """Counts of each of the paper's three classes: flop by what does them, the rest by the class of the kernel."""
         totals = dict.fromkeys(OperatorClass, Counts())
         for operator in self.by_operator:
-            totals[operator.operator_class] += operator.counts
+            totals[operator.operator_class] += replace(operator.counts, flop=0)
+            for kind, flop in operator.flop_by_class().items():
+                totals[kind] += Counts(flop=flop)
         return totals
 
     def to_manifest(self) -> dict[str, Any]:
@@ -102,6 +143,7 @@ def count_graph(graph: TrainingGraph) -> GraphCounts:
     """Count a training graph in canonical form."""
     by_operator: list[OperatorCounts] = []
     directions: dict[str, Counts] = {}
+    compulsory: dict[str, Count] = {}
     kept = sum((_bytes(graph.forward, name) for name in graph.kept), start=sympy.Integer(0))
     for direction, sdfg in graph.graphs():
         own = _count_operators(direction, sdfg)
@@ -109,48 +151,82 @@ def count_graph(graph: TrainingGraph) -> GraphCounts:
         summed = sum((operator.counts for operator in own), start=Counts())
         extra = Counts(containers=len(sdfg.arrays), kept_bytes=kept)
         directions[direction] = summed + extra
-    return GraphCounts(directions["forward"], directions.get("backward"), tuple(by_operator))
+        compulsory[direction] = sum(
+            (_bytes(sdfg, name) for name, descriptor in sdfg.arrays.items() if not descriptor.transient),
+            start=sympy.Integer(0),
+        )
+    return GraphCounts(directions["forward"], directions.get("backward"), tuple(by_operator), compulsory)
 
 
-def count_kernels(sdfg: SDFG) -> int:
-    """Kernels of a lowered graph: its outermost maps, and tasklets outside any map."""
-    kernels = 0
+def kernel_nodes(sdfg: SDFG) -> Iterator[tuple[SDFG, SDFGState, nodes.Node]]:
+    """Kernels of a lowered graph: its outermost maps, and tasklets and library calls outside any map."""
     for state in sdfg.states():
         scopes = state.scope_dict()
         for node in state.nodes():
             if scopes[node] is not None:
                 continue
             if isinstance(node, nodes.NestedSDFG):
-                kernels += count_kernels(node.sdfg)
-            elif isinstance(node, (nodes.MapEntry, nodes.Tasklet, nodes.LibraryNode)):
-                kernels += 1
-    return kernels
+                yield from kernel_nodes(node.sdfg)
+            elif isinstance(node, nodes.MapEntry | nodes.Tasklet | nodes.LibraryNode):
+                yield sdfg, state, node
+
+
+def count_kernels(sdfg: SDFG) -> int:
+    """The number of kernels of a lowered graph."""
+    return sum(1 for _ in kernel_nodes(sdfg))
 
 
 def _count_operators(direction: str, sdfg: SDFG) -> list[OperatorCounts]:
     state = the_state(sdfg)
-    found: list[OperatorCounts] = []
-    for node in operators(sdfg):
-        sizes = {letter: _free(extent) for letter, extent in node.sizes(sdfg, state).items()}
-        moved: Count = 0
-        words: dict[bool, Count] = {True: 0, False: 0}
-        seen: set[tuple[Any, ...]] = set()
-        dims = node.operand_dims()
-        for edge in state.all_edges(node):
-            written = edge.src is node
-            connector = edge.src_conn if written else edge.dst_conn
-            operand = (edge.data.data, *edge.data.subset.ranges)
-            if operand in seen:
-                continue
-            seen.add(operand)
-            count = sympy.Integer(1)
-            for letter in dims[connector]:
-                count *= 2 if letter == "2" else sizes[letter]
-            words[written] += count
-            moved += count * sdfg.arrays[edge.data.data].dtype.bytes
-        counts = Counts(1, 0, node.flop(sizes), words[False], words[True], moved)
-        found.append(OperatorCounts(node.name, type(node).__name__, node.operator_class, direction, counts))
-    return found
+    return [_count_operator(direction, sdfg, state, node) for node in operators(sdfg)]
+
+
+def _count_operator(direction: str, sdfg: SDFG, state: SDFGState, node: Operator) -> OperatorCounts:
+    sizes = {letter: _free(extent) for letter, extent in node.sizes(sdfg, state).items()}
+    by_dtype: dict[str, Count] = {}
+    words: dict[bool, Count] = {True: 0, False: 0}
+    names: dict[bool, list[str]] = {True: [], False: []}
+    seen: set[tuple[Any, ...]] = set()
+    dims = node.operand_dims()
+    for edge in state.all_edges(node):
+        written = edge.src is node
+        connector = edge.src_conn if written else edge.dst_conn
+        name = edge.data.data
+        operand = (name, *edge.data.subset.ranges)
+        if operand in seen:
+            continue
+        seen.add(operand)
+        if name not in names[written]:
+            names[written].append(name)
+        count = sympy.Integer(1)
+        for letter in dims[connector]:
+            count *= 2 if letter == "2" else sizes[letter]
+        words[written] += count
+        descriptor = sdfg.arrays[name]
+        dtype = descriptor.dtype.to_string()
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + count * descriptor.dtype.bytes
+    members = _count_members(node, sizes)
+    flop = sympy.Add(*(member.flop for member in members)) if members else node.flop(sizes)
+    present = {member.operator_class for member in members} or {node.operator_class}
+    return OperatorCounts(
+        node.name,
+        type(node).__name__,
+        next(kind for kind in OperatorClass if kind in present),
+        direction,
+        Counts(1, 0, flop, words[False], words[True], sympy.Add(*by_dtype.values())),
+        node.dims,
+        tuple(sorted(names[False])),
+        tuple(sorted(names[True])),
+        by_dtype,
+        members,
+    )
+
+
+def _count_members(node: Operator, sizes: dict[str, Any]) -> tuple[MemberCounts, ...]:
+    if not isinstance(node, RowGroup | TiledGroup):
+        return ()
+    listed = (member.operator for member in node.members)
+    return tuple(MemberCounts(o.name, type(o).__name__, o.operator_class, o.flop(sizes)) for o in listed)
 
 
 def _bytes(sdfg: SDFG, name: str) -> sympy.Expr:
@@ -165,8 +241,3 @@ def _free(extent: Any) -> sympy.Expr:
     """An extent in plain symbols: DaCe's carry assumptions that make equal names differ."""
     expression = sympy.sympify(extent)
     return expression.subs({symbol: sympy.Symbol(symbol.name) for symbol in expression.free_symbols})
-
-
-def _plain(count: Count) -> int | str:
-    expression = sympy.expand(count)
-    return int(expression) if expression.is_Integer else str(expression)

@@ -10,6 +10,9 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
+
+import sympy
 
 from stepdown.models.errors import OptionError
 
@@ -58,6 +61,15 @@ def evaluate(value: Number, sizes: Mapping[str, int | None]) -> Number:
             f'and "S".'
         ) from error
     return int(result) if result.denominator == 1 else float(result)
+
+
+def as_number(expression: Any, sizes: Mapping[str, int | None] | None = None) -> Number:
+    """A SymPy expression as the manifest holds it: an integer, or text in the sizes that ``sizes`` leaves open.
+
+    DaCe's symbols differ from SymPy's by their assumptions; their text does not.
+    """
+    expanded = sympy.expand(expression)
+    return int(expanded) if expanded.is_Integer else evaluate(str(expanded), sizes or {})
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int | None]) -> Fraction:

@@ -14,7 +14,7 @@ from dace import data
 from dace.sdfg import SDFG
 
 from stepdown.models.operators.operator import data_type
-from stepdown.pipeline.analysis.expressions import Number, evaluate
+from stepdown.pipeline.analysis.expressions import Number, as_number
 from stepdown.transformations.canonical_form import operand_edges, operators, the_state
 from stepdown.transformations.layout.assign_layouts import conversions
 from stepdown.transformations.layout.layouts import logical_dims, padding, physical_order
@@ -88,7 +88,7 @@ def report_layouts(graph: TrainingGraph, sizes: Mapping[str, int | None] | None 
             found[key] = container if other is None else _joined(other, container)
         copies += _conversions(direction, sdfg, sizes or {})
     moved = sum((c.bytes_moved for _, sdfg in graph.graphs() for c in conversions(sdfg)), start=sympy.Integer(0))
-    return LayoutReport(tuple(found.values()), tuple(copies), _number(moved, sizes or {}))
+    return LayoutReport(tuple(found.values()), tuple(copies), as_number(moved, sizes or {}))
 
 
 def _containers(
@@ -115,9 +115,9 @@ def _containers(
                 data_type(descriptor).name,
                 dims,
                 physical_order(dims, descriptor.strides),
-                tuple(_number(stride, sizes) for stride in descriptor.strides),
-                {letter: _number(elements, sizes) for letter, elements in extra.items()},
-                _number(descriptor.total_size * descriptor.dtype.bytes, sizes),
+                tuple(as_number(stride, sizes) for stride in descriptor.strides),
+                {letter: as_number(elements, sizes) for letter, elements in extra.items()},
+                as_number(descriptor.total_size * descriptor.dtype.bytes, sizes),
                 tuple(users[True].get(name, ())),
                 tuple(users[False].get(name, ())),
             )
@@ -143,12 +143,7 @@ def _conversions(direction: str, sdfg: SDFG, sizes: Mapping[str, int | None]) ->
             found.target,
             physical_order(dims[found.source], sdfg.arrays[found.source].strides),
             physical_order(dims[found.target], sdfg.arrays[found.target].strides),
-            _number(found.bytes_moved, sizes),
+            as_number(found.bytes_moved, sizes),
         )
         for found in conversions(sdfg)
     ]
-
-
-def _number(expression: Any, sizes: Mapping[str, int | None]) -> Number:
-    value = sympy.expand(expression)
-    return int(value) if value.is_Integer else evaluate(str(value), sizes)

@@ -19,7 +19,7 @@ from dace.sdfg.utils import dfs_topological_sort
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.operator import Operator
 from stepdown.models.quiet import quiet_dace
-from stepdown.pipeline.analysis.expressions import Number, evaluate
+from stepdown.pipeline.analysis.expressions import Number, as_number
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _record(sdfg: SDFG, number: int, state: SDFGState, node: nodes.Node, sizes: 
     moved = sum((_bytes(sdfg, memlet) for side in (inputs, outputs) for memlet in side.values()), sympy.Integer(0))
     flop, dims, detail = None, "", ""
     if isinstance(node, Operator):
-        flop = _evaluated(node.flop(node.sizes(sdfg, state)), sizes)
+        flop = as_number(node.flop(node.sizes(sdfg, state)), sizes)
         dims, detail = node.dims, str(getattr(node, "einsum", ""))
     elif isinstance(node, nodes.MapEntry):
         ranges = zip(node.map.params, node.map.range, strict=True)
@@ -118,7 +118,7 @@ def _record(sdfg: SDFG, number: int, state: SDFGState, node: nodes.Node, sizes: 
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         flop=flop,
-        bytes_moved=_evaluated(moved, sizes),
+        bytes_moved=as_number(moved, sizes),
     )
 
 
@@ -133,8 +133,3 @@ def _moved(edges: list[Any]) -> dict[str, dace.Memlet]:
 
 def _bytes(sdfg: SDFG, memlet: dace.Memlet) -> sympy.Expr:
     return sympy.sympify(memlet.subset.num_elements()) * sdfg.arrays[memlet.data].dtype.bytes
-
-
-def _evaluated(expression: sympy.Expr, sizes: Mapping[str, int | None]) -> Number:
-    """DaCe's symbols differ from sympy's by their assumptions; their text does not."""
-    return int(expression) if expression.is_Integer else evaluate(str(sympy.expand(expression)), sizes)
