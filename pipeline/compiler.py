@@ -25,7 +25,7 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import DataType, resolve_dtype
 from stepdown.models.errors import OptionError
 from stepdown.models.presets import Preset
-from stepdown.pipeline.analysis.counts import count_graph, count_kernels
+from stepdown.pipeline.analysis.counts import count_kernels
 from stepdown.pipeline.analysis.listing import load_graph
 from stepdown.pipeline.bind import interface
 from stepdown.pipeline.build_folder import FORMAT, MANIFEST, BuildFolder, read_build
@@ -319,8 +319,7 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
         generated = PassRecord("generate", time.perf_counter() - start, f"{len(libraries)} libraries compiled")
         for record in (generated, bound):
             entry = {"name": record.name, "seconds": record.seconds, "validated": True, "what": record.what}
-            passes = [{"name": record.name, "seconds": record.seconds, "what": record.what}]
-            manifest["stages"].append({**stages[-1], **entry, "passes": passes})
+            manifest["stages"].append({**stages[-1], **entry, "passes": [record.to_manifest()]})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
@@ -347,7 +346,8 @@ def _describe(record: StageRecord, before: list[dict[str, Any]], folder: Path) -
 
     A lowered graph moves what the canonical graph before it moved; its kernels and containers are counted anew.
     """
-    counts = count_graph(record.graph).to_manifest() if record.canonical else _with_kernels(before[-1], record.graph)
+    last = record.passes[-1].counts
+    counts = _with_kernels(before[-1], record.graph) if last is None else last.to_manifest()
     (folder / "stages").mkdir(exist_ok=True)
     for direction, sdfg in record.graph.graphs():
         _save(sdfg, folder / "stages" / f"{len(before):02d}-{record.name}.{direction}.sdfgz")
@@ -357,6 +357,7 @@ def _describe(record: StageRecord, before: list[dict[str, Any]], folder: Path) -
         "seconds": record.seconds,
         "validated": True,
         "what": record.what,
-        "passes": [{"name": p.name, "seconds": p.seconds, "what": p.what} for p in record.passes],
+        "passes": [one.to_manifest() for one in record.passes],
+        "canonical": record.canonical,
         "kept": list(record.graph.kept),
     }

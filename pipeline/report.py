@@ -3,7 +3,7 @@
 Dimension legend: `B` batch, `S` sequence length. Counting rules: ``docs/counting.md``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -14,8 +14,8 @@ from rich.text import Text
 from stepdown.pipeline.analysis.expressions import Number, evaluate
 from stepdown.pipeline.build_folder import known_sizes
 
-COUNTS = ("kernels", "containers", "flop", "bytes_moved", "kept_bytes")
-"""What is counted of a stage, and of its forward and backward part."""
+COUNTS = ("kernels", "containers", "flop", "words_in", "words_out", "bytes_moved", "kept_bytes")
+"""What is counted of a stage or pass, and of its forward and backward part."""
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
@@ -65,7 +65,24 @@ def _evaluated(record: Mapping[str, Any], sizes: Mapping[str, int | None]) -> di
     for direction in ("forward", "backward"):
         if isinstance(result.get(direction), Mapping):
             result[direction] = _evaluated(result[direction], sizes)
+    if "passes" in result:
+        result["passes"] = [_evaluated(one, sizes) for one in result["passes"]]
     return result
+
+
+def counted_passes(
+    records: Sequence[Mapping[str, Any]],
+) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any] | None]]:
+    """The passes whose graph was counted: stage, pass, and the pass before it, which is the graph before it.
+
+    :param records: of :func:`stage_records`.
+    """
+    found: list[tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] = []
+    for record in records:
+        for one in record.get("passes") or []:
+            if "bytes_moved" in one:
+                found.append((record["name"], one, found[-1][1] if found else None))
+    return found
 
 
 def moved_change(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> str:
@@ -106,7 +123,7 @@ def sizes_line(sizes: Mapping[str, int | None]) -> str:
 def stage_table(manifest: Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> RenderableType:
     """The stages of a build as a table: kernels, containers, flop, bytes moved and kept, and below it what changed.
 
-    "change" is that of the bytes moved against the stage before.
+    A second table has the same after every pass. "change" is that of the bytes moved against the stage or pass before.
 
     :param manifest: the build's ``manifest.json``.
     :param batch: evaluates symbolic counts at this batch size; likewise ``seq``.
@@ -121,6 +138,7 @@ def stage_table(manifest: Mapping[str, Any], batch: int | None = None, seq: int 
     )
     for heading in ("kernels", "containers", "flop", "moved", "change", "kept"):
         table.add_column(heading, justify="right", overflow="fold", no_wrap=numeric)
+    passes = _pass_table(records, numeric)
     notes = Table.grid(padding=(0, 2, 0, 0))
     before: dict[str, Any] | None = None
     for record in records:
@@ -145,7 +163,26 @@ def stage_table(manifest: Mapping[str, Any], batch: int | None = None, seq: int 
         )
         before = record
     title = Text(title_of(manifest), style="bold")
-    return Group(title, table, notes, Text(sizes_line(known_sizes(manifest, batch, seq)), style="dim"))
+    tables = (table, passes) if passes.row_count else (table,)
+    return Group(title, *tables, notes, Text(sizes_line(known_sizes(manifest, batch, seq)), style="dim"))
+
+
+def _pass_table(records: Sequence[Mapping[str, Any]], numeric: bool) -> Table:
+    """The graph after every pass; the row above is the graph before it."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("after pass", no_wrap=True)
+    for heading in ("kernels", "flop", "moved", "change", "kept"):
+        table.add_column(heading, justify="right", overflow="fold", no_wrap=numeric)
+    for _, one, before in counted_passes(records):
+        table.add_row(
+            Text(one["name"]),
+            _count(one.get("kernels")),
+            quantity(one.get("flop"), ""),
+            quantity(one.get("bytes_moved"), "B"),
+            moved_change(before, one),
+            quantity(one.get("kept_bytes"), "B"),
+        )
+    return table
 
 
 def _parts(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

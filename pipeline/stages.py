@@ -20,6 +20,7 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import DataType
 from stepdown.models.encoder import INPUT, OUTPUT, encoder_program
 from stepdown.models.errors import OptionError
+from stepdown.pipeline.analysis.counts import GraphCounts, count_graph
 from stepdown.pipeline.target import Target
 from stepdown.transformations.algebraic.accumulate_into_contractions import AccumulateIntoContractions
 from stepdown.transformations.algebraic.fold_scales import FoldScales
@@ -38,11 +39,20 @@ from stepdown.transformations.training_graph import TrainingGraph
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name with options, its time in seconds, and a line about what changed."""
+    """What one pass did: its name with options, its time in seconds, and a line about what changed.
+
+    :ivar counts: the graph after it; None where it is no longer in canonical form, or no graph changed.
+    """
 
     name: str
     seconds: float
     what: str
+    counts: GraphCounts | None = None
+
+    def to_manifest(self) -> dict[str, Any]:
+        """The pass's entry in a build's manifest."""
+        counted = {} if self.counts is None else self.counts.to_manifest()
+        return {"name": self.name, "seconds": self.seconds, "what": self.what, **counted}
 
 
 @dataclass
@@ -233,13 +243,18 @@ def run_stages(
         passes: list[PassRecord] = []
         for name, run in stage.passes:
             if name in compilation.disable:
-                passes.append(PassRecord(name, 0.0, f"{name} switched off"))
+                passes.append(PassRecord(name, 0.0, f"{name} switched off", _count(compilation, stage)))
                 continue
             start = time.perf_counter()
             what = run(compilation)
             check(compilation, stage)
-            passes.append(PassRecord(name, time.perf_counter() - start, what))
+            seconds = time.perf_counter() - start
+            passes.append(PassRecord(name, seconds, what, _count(compilation, stage)))
         finished(StageRecord(stage.name, _graph(compilation), stage.canonical, passes))
+
+
+def _count(compilation: Compilation, stage: Stage) -> GraphCounts | None:
+    return count_graph(_graph(compilation)) if stage.canonical else None
 
 
 def refuse_other_passes(names: Iterable[object]) -> None:

@@ -17,6 +17,7 @@ import dace
 
 from stepdown.models.errors import CanonicalFormError, OptionError
 from stepdown.pipeline.analysis.listing import NodeRecord, list_nodes, load_graph, read_graph
+from stepdown.pipeline.analysis.machine import MeasuredTimes
 from stepdown.pipeline.build_folder import DIRECTIONS, BuildFolder, Direction, known_sizes
 from stepdown.pipeline.report import duration, moved_change, quantity, sizes_line, stage_records, title_of
 
@@ -37,6 +38,7 @@ def write_html(
     *,
     batch: int | None = None,
     seq: int | None = None,
+    times: MeasuredTimes | None = None,
     report: Callable[[str], None] = lambda page: None,
 ) -> Path:
     """Writes the pages of ``build`` into ``folder`` and returns the one to open.

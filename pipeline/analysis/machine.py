@@ -83,7 +83,7 @@ def read_times(path: Path) -> MeasuredTimes:
         raise OptionError(f'"{path}" is not JSON: {error}.') from error
     if not isinstance(content, dict) or "machine" not in content or set(content) - {"machine", *DIRECTIONS}:
         raise OptionError(f'"{path}" holds no times; accepted is an object of "machine", "forward" and "backward".')
-    seconds = {name: _seconds(path, content.get(name, {})) for name in DIRECTIONS}
+    seconds: dict[str, dict[str, float]] = {name: _seconds(path, content.get(name, {})) for name in DIRECTIONS}
     return MeasuredTimes(_machine(path, content["machine"]), seconds)
 
 

@@ -152,8 +152,8 @@ def analyze(
     kernels: dict[tuple[str, str], list[KernelRecord]] = {}
     if canonical is not None:
         for direction, sdfg in graph.graphs():
-            for operator, record in _kernels(sdfg, known):
-                kernels.setdefault((direction, operator), []).append(record)
+            for name, record in _kernels(sdfg, known):
+                kernels.setdefault((direction, name), []).append(record)
     records = []
     for operator in counts.by_operator:
         found = kernels.get((operator.direction, operator.name), [])
@@ -167,7 +167,9 @@ def analyze(
         totals[direction] = total
         classes[direction] = _class_totals(counts, own, total, direction, known, times)
     compulsory = {direction: as_number(value, known) for direction, value in counts.compulsory.items()}
-    return Analysis(tuple(records), totals, classes, compulsory, None if times is None else times.machine)
+    return Analysis(
+        tuple(records), totals, classes, compulsory, None if times is None or not times.seconds else times.machine
+    )
 
 
 def sum_of(values: Iterable[Number | None]) -> Number:
@@ -229,7 +231,7 @@ def _total(records: list[OperatorRecord], times: MeasuredTimes | None) -> Total:
     measured = bool(records) and all(record.seconds is not None for record in records)
     seconds = sum(record.seconds or 0.0 for record in records) if measured else None
     names = ("flop", "words_in", "words_out", "bytes_moved", "lower_bound")
-    sums = {name: sum_of(getattr(record, name) for record in records) for name in names}
+    sums: dict[str, Any] = {name: sum_of(getattr(record, name) for record in records) for name in names}
     return Total(
         operators=len(records),
         **sums,

@@ -9,14 +9,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from stepdown.models.errors import OptionError
+from stepdown.pipeline.analysis.build_stages import StageDifference, analyze_stage, compare_stages, load_stage
 from stepdown.pipeline.analysis.html import write_html
 from stepdown.pipeline.analysis.layouts import LayoutReport, report_layouts
 from stepdown.pipeline.analysis.listing import NodeRecord, list_nodes, load_graph
+from stepdown.pipeline.analysis.machine import DEFAULT_MACHINE, MACHINES, MeasuredTimes, find_machine, read_times
+from stepdown.pipeline.analysis.operators import Analysis
 from stepdown.pipeline.build_folder import DIRECTIONS, BuildFolder, find_build, known_sizes
 from stepdown.pipeline.commands.layout_table import layout_table
+from stepdown.pipeline.commands.operator_table import difference_table, operator_table
 from stepdown.pipeline.commands.terminal import counting, output, print_json, working
 from stepdown.pipeline.report import quantity, stage_records, stage_table
-from stepdown.transformations.training_graph import TrainingGraph
 
 LAYOUT = "layout"
 """The stage whose layouts are shown when none is named."""
@@ -32,6 +35,18 @@ def inspect_command(
     layouts: Annotated[
         bool, typer.Option("--layouts", help="Show how every container lies in memory, after --stage or layout.")
     ] = False,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Show what every operator costs, after --stage or before lowering.")
+    ] = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="STAGE STAGE", help="Show what changed between two stages.")
+    ] = None,
+    times: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON file with measured seconds by operator, for MUE.")
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(help=f"Whose roofline the pages show: {', '.join(MACHINES)}.")
+    ] = DEFAULT_MACHINE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write web pages with a viewer on every graph into DIR.")
@@ -40,14 +55,22 @@ def inspect_command(
     """Show what each stage did to a layer: kernels, containers, flop, bytes moved and kept."""
     found = find_build(build)
     sizes = known_sizes(found.manifest, batch, seq)
+    measured = MeasuredTimes(find_machine(machine)) if times is None else read_times(times)
     if html is not None:
-        page = _write_pages(found, html, batch, seq)
+        page = _write_pages(found, html, batch, seq, measured)
         if not as_json:
             output().print(f"Open {page.resolve().as_uri()}", soft_wrap=True)
             return
     if as_json:
         records = stage_records(found.manifest, batch, seq)
-        chosen = {"layouts": _layouts(found, stage or LAYOUT, sizes).to_dict()} if layouts else {}
+        chosen: dict[str, Any] = {}
+        if layouts:
+            chosen["layouts"] = _layouts(found, stage or LAYOUT, sizes).to_dict()
+        if operators:
+            name, analysis = _analysis(found, stage, sizes, measured)
+            chosen["operators"] = {"stage": name, **analysis.to_dict()}
+        if diff is not None:
+            chosen["diff"] = _difference(found, diff, sizes).to_dict()
         if stage is not None:
             records = [record for record in records if record["name"] == found.stage(stage)["name"]]
             nodes = _nodes(found, stage, sizes)
@@ -58,6 +81,13 @@ def inspect_command(
         return
     if layouts:
         output().print(layout_table(_layouts(found, stage or LAYOUT, sizes), f"layouts after {stage or LAYOUT}"))
+        return
+    if diff is not None:
+        output().print(difference_table(_difference(found, diff, sizes)))
+    if operators:
+        name, analysis = _analysis(found, stage, sizes, measured)
+        output().print(operator_table(analysis, f"operators after {name}"))
+    if diff is not None or operators:
         return
     if stage is not None:
         for direction, listed in _nodes(found, stage, sizes).items():
@@ -70,10 +100,22 @@ def _context(build: BuildFolder, sizes: dict[str, int | None]) -> dict[str, Any]
     return {"options": build.manifest["options"], "key": build.manifest.get("key"), "sizes": sizes}
 
 
-def _write_pages(build: BuildFolder, folder: Path, batch: int | None, seq: int | None) -> Path:
+def _write_pages(build: BuildFolder, folder: Path, batch: int | None, seq: int | None, times: MeasuredTimes) -> Path:
     with counting("writing pages", None) as progress:
         (task,) = progress.task_ids
-        return write_html(build, folder, batch=batch, seq=seq, report=lambda _: progress.advance(task))
+        return write_html(build, folder, batch=batch, seq=seq, times=times, report=lambda _: progress.advance(task))
+
+
+def _analysis(
+    build: BuildFolder, stage: str | None, sizes: dict[str, int | None], times: MeasuredTimes
+) -> tuple[str, Analysis]:
+    with working("counting operators"):
+        return analyze_stage(build, stage, sizes, times)
+
+
+def _difference(build: BuildFolder, stages: tuple[str, str], sizes: dict[str, int | None]) -> StageDifference:
+    with working("comparing stages"):
+        return compare_stages(build, *stages, sizes)
 
 
 def _nodes(build: BuildFolder, stage: str, sizes: dict[str, int | None]) -> dict[str, list[NodeRecord]]:
@@ -98,12 +140,8 @@ def _layouts(build: BuildFolder, stage: str, sizes: dict[str, int | None]) -> La
     :raises OptionError: when the stage is unknown or left no graph.
     :raises CanonicalFormError: when its graphs are lowered already.
     """
-    forward, backward = (build.graph_file(stage, direction) for direction in DIRECTIONS)
-    if forward is None:
-        raise OptionError(f'Stage "{stage}" left no graph in "{build.path}/stages"; accepted is a stage with one.')
     with working(f"reading stage {stage}"):
-        graphs = (load_graph(forward), None if backward is None else load_graph(backward))
-        return report_layouts(TrainingGraph(*graphs, tuple(build.stage(stage).get("kept", ()))), sizes)
+        return report_layouts(load_stage(build, stage), sizes)
 
 
 def _node_table(title: str, nodes: list[NodeRecord]) -> Table:

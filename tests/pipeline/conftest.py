@@ -93,7 +93,10 @@ def manifest(batch: int | None = None, seq: int | None = None) -> dict[str, Any]
                 "seconds": 0.001,
                 "validated": True,
                 "what": "one kernel fewer",
-                "passes": [],
+                "passes": [
+                    {"name": "fuse-first", "seconds": 0.0005, "what": "", **both, "bytes_moved": "108*B*S + 288"},
+                    {"name": "fuse-second", "seconds": 0.0005, "what": "", **fused},
+                ],
                 **fused,
                 "forward": forward,
                 "backward": {**backward, "kernels": 1, "bytes_moved": "24*B*S + 64"},

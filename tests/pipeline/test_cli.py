@@ -263,6 +263,35 @@ def test_inspect_lists_the_nodes_of_a_stage(hand_made_build: Path) -> None:
     assert (node["name"], node["dims"], node["flop"]) == ("project", "BSUE", "64*B*S")
 
 
+def test_inspect_shows_operators(hand_made_build: Path, tmp_path: Path) -> None:
+    text = call("inspect", hand_made_build, "--operators", "--batch", "2", "--seq", "3").stdout
+    assert "operators after differentiate: 2 operators" in text
+    assert "contraction" in text
+    assert "No groups." in text
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"machine": "v100", "forward": {"project": 1e-6}}))
+    arguments = ("--operators", "--stage", "parse", "--batch", "2", "--seq", "3", "--times", times)
+    text = call("inspect", hand_made_build, *arguments).stdout
+    assert "MUE is relative to 900 GB/s" in text
+    found = json.loads(call("inspect", hand_made_build, *arguments, "--json").stdout)["operators"]
+    assert found["stage"] == "parse"
+    (operator,) = found["operators"]
+    assert operator["bytes_moved"] == 48 * 6 + 128
+    assert operator["bytes_by_dtype"] == {"float32": 48 * 6 + 128}
+    assert operator["mue"] == pytest.approx(100 * (48 * 6 + 128) / 1e-6 / 900e9)
+
+
+def test_inspect_shows_what_changed(hand_made_build: Path) -> None:
+    arguments = ("--diff", "parse", "differentiate", "--batch", "2", "--seq", "3")
+    text = call("inspect", hand_made_build, *arguments).stdout
+    assert "parse → differentiate" in text
+    assert "1 new" in text
+    assert "No operator is gone." in text
+    found = json.loads(call("inspect", hand_made_build, *arguments, "--json").stdout)["diff"]
+    assert found["totals"]["forward"]["flop"] == [384, 384]
+    assert [change["name"] for change in found["new"]] == ["project"]
+
+
 def test_inspect_writes_pages(hand_made_build: Path, tmp_path: Path) -> None:
     result = call("inspect", hand_made_build, "--html", tmp_path / "pages")
     assert result.exit_code == 0, result.output
@@ -274,6 +303,9 @@ def test_inspect_refuses_in_one_sentence(hand_made_build: Path, tmp_path: Path) 
     assert '"fuse" left no graph' in refused(call("inspect", hand_made_build, "--stage", "fuse"))
     assert '"batch" is 0' in refused(call("inspect", hand_made_build, "--batch", "0"))
     assert "is not a build" in refused(call("inspect", tmp_path))
+    assert '"fuse" left no graph' in refused(call("inspect", hand_made_build, "--diff", "parse", "fuse"))
+    assert 'machine "abacus" is unknown' in refused(call("inspect", hand_made_build, "--machine", "abacus"))
+    assert "cannot be read" in refused(call("inspect", hand_made_build, "--times", tmp_path / "none.json"))
     (tmp_path / "file").touch()
     assert "is a file" in refused(call("inspect", hand_made_build, "--html", tmp_path / "file"))
 

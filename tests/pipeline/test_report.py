@@ -127,6 +127,14 @@ def test_the_table_shows_every_stage_with_both_directions(hand_made_build: Path)
     assert "-50.0 %" in fuse
 
 
+def test_the_table_shows_every_pass(hand_made_build: Path) -> None:
+    lines = [line.split() for line in rendered(read_build(hand_made_build).manifest, 8, 128).splitlines()]
+    (first,) = [line for line in lines if line[:1] == ["fuse-first"]]
+    (second,) = [line for line in lines if line[:1] == ["fuse-second"]]
+    assert first[1:] == ["3", "197", "k", "111", "kB", "16.4", "kB"]
+    assert second[1:] == ["2", "197", "k", "73.9", "kB", "-33.3", "%", "16.4", "kB"]
+
+
 def test_the_table_fits_80_columns(hand_made_build: Path) -> None:
     text = rendered(read_build(hand_made_build).manifest, 8, 128, width=80)
     assert "containers" in text
