@@ -38,6 +38,9 @@ inline void call_gemm(CBLAS_TRANSPOSE ta, CBLAS_TRANSPOSE tb, int m, int n, int 
     scipy_cblas_dgemm(CblasRowMajor, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, d, ldd);
 }
 
+// Results with at most this many rows or columns are summed in pieces of this many terms.
+constexpr std::int64_t FEW = 16, PIECE = 32;
+
 // d[m, n] = alpha * sum_k a[m, k] * b[k, n] + beta * d[m, n], all row-major, a and b transposed in memory where said.
 // beta is 0 (d is not read) or 1.
 template <typename T>
@@ -51,9 +54,17 @@ inline void gemm(bool transpose_a, bool transpose_b, std::int64_t m, std::int64_
     }
     // A matrix of one row or column may have any distance to the next: BLAS checks it all the same.
     const std::int64_t least_a = transpose_a ? m : k, least_b = transpose_b ? k : n;
-    call_gemm(transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans, static_cast<int>(m),
-              static_cast<int>(n), static_cast<int>(k), alpha, a, static_cast<int>(std::max(lda, least_a)), b,
-              static_cast<int>(std::max(ldb, least_b)), beta, d, static_cast<int>(std::max(ldd, n)));
+    const std::int64_t row_a = std::max(lda, least_a), row_b = std::max(ldb, least_b);
+    // Few rows or columns: other libraries spread such sums over many accumulators, and one after the other they would
+    // lose some times as much. Pieces cost little here: the larger operand is read once whatever happens.
+    const std::int64_t piece = std::min(m, n) <= FEW ? PIECE : k;
+    for (std::int64_t begin = 0; begin < k; begin += piece) {
+        call_gemm(transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans,
+                  static_cast<int>(m), static_cast<int>(n), static_cast<int>(std::min(piece, k - begin)), alpha,
+                  a + (transpose_a ? begin * row_a : begin), static_cast<int>(row_a),
+                  b + (transpose_b ? begin : begin * row_b), static_cast<int>(row_b), begin == 0 ? beta : T(1), d,
+                  static_cast<int>(std::max(ldd, n)));
+    }
 }
 
 }  // namespace stepdown
