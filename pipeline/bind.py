@@ -29,7 +29,7 @@ def interface(
             "library": f"lib/{direction}.so",
             **program_names(sdfg),
             "arguments": [
-                _argument(name, descriptor, sdfg, definition, graph.kept, lifetimes[direction])
+                _argument(name, descriptor, sdfg, definition, graph, lifetimes[direction])
                 for name, descriptor in sdfg.arglist().items()
             ],
             "init_arguments": init_arguments(sdfg),
@@ -42,7 +42,7 @@ def _argument(
     descriptor: data.Data,
     sdfg: SDFG,
     definition: EncoderLayer,
-    kept: tuple[str, ...],
+    graph: TrainingGraph,
     lifetimes: Mapping[str, Lifetime],
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": name, "dtype": scalar_name(descriptor.dtype), "shape": [], "strides": []}
@@ -56,7 +56,7 @@ def _argument(
         entry["role"] = "symbol"
     elif name in lifetimes:
         entry |= {"role": "workspace", "live": [lifetimes[name].first, lifetimes[name].last]}
-    elif name in kept:
+    elif name in graph.kept:
         entry["role"] = "kept"
     elif name in FIXED_ROLES:
         entry["role"] = FIXED_ROLES[name]
@@ -64,6 +64,9 @@ def _argument(
         entry |= {"role": "probability", "field": PROBABILITY_FIELDS[name]}
     elif name in parameters:
         entry |= {"role": "parameter", "parameter": parameters[name].name}
+    elif base in graph.stacks:
+        members = [parameters[member].name for member in graph.stacks[base]]
+        entry |= {"role": "parameter" if base == name else "gradient_parameter", "parameters": members}
     elif base == OUTPUT:
         entry["role"] = "gradient_output"
     elif base == INPUT:

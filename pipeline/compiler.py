@@ -85,8 +85,10 @@ class CompiledLayer:
         backward = self._folder.graph_file(name, "backward")
         if forward is None:
             raise OptionError(f'stage "{name}" of the build "{self.path}" has no saved graph.')
-        kept = tuple(self._folder.stage(name).get("kept", ()))
-        return TrainingGraph(load_graph(forward), None if backward is None else load_graph(backward), kept)
+        entry = self._folder.stage(name)
+        stacks = {stack: tuple(members) for stack, members in entry.get("stacks", {}).items()}
+        kept = tuple(entry.get("kept", ()))
+        return TrainingGraph(load_graph(forward), None if backward is None else load_graph(backward), kept, stacks)
 
     def to_torch(self, **options: Any) -> StepdownLayer:
         """A PyTorch module that runs the libraries; several modules share them.
@@ -107,6 +109,7 @@ def compile_layer(
     disable: Iterable[str] = (),
     layouts: LayoutConfiguration | Mapping[str, Any] | str | Path | None = None,
     memory_budget: int | None = None,
+    stack: int | None = None,
     build: bool = True,
     optimize: Optimize = "release",
     cache: BuildCache | None = None,
@@ -124,6 +127,8 @@ def compile_layer(
     :param memory_budget: most bytes that the forward pass may keep for the backward pass, which computes again what
         does not fit; counted at B=8 and S=512 where a size is not fixed. None recomputes only what costs no memory
         traffic.
+    :param stack: at most so many projections of one input (Q, K and V) become one contraction; None for all, 2 for Q
+        and K only. Switch off the pass "stack-projections" for none.
     :param build: False stops before the compiler: the folder holds the stages' graphs only.
     :param optimize: "release" for speed, "light" for quick builds.
     :param cache: where builds are kept and found again; the user's own by default.
@@ -149,6 +154,7 @@ def compile_layer(
         _passes(disable),
         read_layouts(layouts),
         _budget(memory_budget),
+        _stack(stack),
         build,
         optimize,
     )
@@ -157,6 +163,10 @@ def compile_layer(
     if options.memory_budget is not None and "recompute" in options.disable:
         raise OptionError(
             'a memory budget was given and the pass "recompute" was switched off; accepted is one of both.'
+        )
+    if options.stack is not None and "stack-projections" in options.disable:
+        raise OptionError(
+            '"stack" was given and the pass "stack-projections" was switched off; accepted is one of both.'
         )
     compile_flags(optimize)  # refuses an unknown value before anything is done
     compiled = CompiledLayer(definition, options.dtype, options.batch, options.seq, options.target, Path())
@@ -193,6 +203,7 @@ class _Options:
     disable: tuple[str, ...]
     layouts: LayoutConfiguration
     memory_budget: int | None
+    stack: int | None
     build: bool
     optimize: Optimize
 
@@ -206,6 +217,7 @@ class _Options:
             "disable": list(self.disable),
             "layouts": self.layouts.to_dict(),
             "memory_budget": self.memory_budget,
+            "stack": self.stack,
             "optimize": self.optimize,
             "build": self.build,
         }
@@ -244,6 +256,12 @@ def _size(name: str, value: int | None) -> int | None:
 def _budget(value: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise OptionError(f'"memory_budget" is {value!r}; accepted are a number of bytes, or None for no limit.')
+    return value
+
+
+def _stack(value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
+        raise OptionError(f'"stack" is {value!r}; accepted are a number of projections from 2, or None for all.')
     return value
 
 
@@ -294,6 +312,7 @@ def _build(options: _Options, key: str, folder: Path, progress: Progress) -> Non
         options.disable,
         options.layouts,
         options.memory_budget,
+        options.stack,
     )
     stages: list[dict[str, Any]] = []
     with dace_configuration(options.optimize, compiles=options.build):
@@ -360,4 +379,5 @@ def _describe(record: StageRecord, before: list[dict[str, Any]], folder: Path) -
         "passes": [one.to_manifest() for one in record.passes],
         "canonical": record.canonical,
         "kept": list(record.graph.kept),
+        "stacks": {stack: list(members) for stack, members in record.graph.stacks.items()},
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dace
@@ -26,6 +26,7 @@ from stepdown.transformations.algebraic.accumulate_into_contractions import Accu
 from stepdown.transformations.algebraic.fold_scales import FoldScales
 from stepdown.transformations.algebraic.recompute import Recompute
 from stepdown.transformations.algebraic.remove_dead_work import RemoveDeadWork
+from stepdown.transformations.algebraic.stack_projections import StackProjections
 from stepdown.transformations.canonical_form import the_state, validate
 from stepdown.transformations.differentiate import differentiate
 from stepdown.transformations.fusion.fuse_attention import FuseAttention
@@ -80,6 +81,7 @@ class Compilation:
     """What the stages work on and leave behind.
 
     :ivar memory_budget: most bytes that forward may keep for backward; None for no limit.
+    :ivar stack: at most so many projections of one input become one; None for all.
     :ivar layouts: the layouts that ``layout`` assigns.
     :ivar lifetimes: by direction, how long each temporary lives (from ``schedule`` on).
     """
@@ -93,6 +95,7 @@ class Compilation:
     disable: tuple[str, ...] = ()
     layouts: LayoutConfiguration = field(default_factory=LayoutConfiguration)
     memory_budget: int | None = None
+    stack: int | None = None
     graph: TrainingGraph | None = None
     lifetimes: dict[str, dict[str, Lifetime]] = field(default_factory=dict)
 
@@ -120,6 +123,12 @@ def differentiate_stage(compilation: Compilation) -> str:
     return (
         f"{len(list(operator_nodes(graph.backward)))} operators in the backward pass, {len(graph.kept)} containers kept"
     )
+
+
+def stack_projections(compilation: Compilation) -> str:
+    """Contractions of one input with several parameters -> one contraction with their stack."""
+    compilation.graph, what = StackProjections(compilation.stack).apply(_graph(compilation))
+    return what
 
 
 def remove_dead_work(compilation: Compilation) -> str:
@@ -169,7 +178,7 @@ def lower(compilation: Compilation) -> str:
     graph = _graph(compilation)
     implementation = compilation.target.implementation
     backward = None if graph.backward is None else lower_operators(graph.backward, implementation)
-    compilation.graph = TrainingGraph(lower_operators(graph.forward, implementation), backward, graph.kept)
+    compilation.graph = replace(graph, forward=lower_operators(graph.forward, implementation), backward=backward)
     return f'every operator expanded by implementation "{implementation}"'
 
 
@@ -198,6 +207,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "algebraic",
         (
+            ("stack-projections", stack_projections),
             ("remove-dead-work", remove_dead_work),
             ("fold-scales", fold_scales),
             ("accumulate-into-contractions", accumulate_into_contractions),

@@ -1,11 +1,14 @@
 """The canonical form's validator, run between passes; the rules are those of ``docs/canonical_form.md``.
 
-Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
+Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size,
+N projection in a stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from dace import data
 from dace.sdfg import SDFG, SDFGState, nodes
@@ -15,7 +18,7 @@ from sympy import sympify
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.gradient import GRADIENT
-from stepdown.models.operators.operator import Operator, canonical_dims, data_type
+from stepdown.models.operators.operator import STACK, Operator, canonical_dims, data_type, fixed_axes
 from stepdown.transformations.training_graph import TrainingGraph
 
 
@@ -63,16 +66,24 @@ def operand_edges(state: SDFGState, node: Operator) -> Iterator[tuple[str, str, 
 def container_dims(sdfg: SDFG) -> dict[str, str]:
     """The logical dimensions of every container that an operator reads or writes.
 
-    S and T of self-attention share an extent: where operators differ in that, the name with S is given.
+    S and T of self-attention share an extent: where operators differ in that, the name with S is given. The dimension
+    that numbers the parts of a container which operators use part by part only is called N.
     """
     state = the_state(sdfg)
     found: dict[str, str] = {}
     for node in operators(sdfg):
         dims = node.operand_dims()
-        for connector, name, _ in operand_edges(state, node):
-            whole = len(sdfg.arrays[name].shape) == max(len(dims[connector]), 1)  # DaCe has no shape ()
-            if whole and (name not in found or ("T" in found[name] and "T" not in dims[connector])):
-                found[name] = dims[connector]
+        for edge in state.all_edges(node):
+            connector, name = edge.dst_conn if edge.dst is node else edge.src_conn, edge.data.data
+            letters = dims[connector]
+            excess = len(sdfg.arrays[name].shape) - max(len(letters), 1)  # DaCe has no shape ()
+            if excess == 1 and STACK not in letters:
+                fixed = fixed_axes(edge.data.subset.size(), sdfg.arrays[name].shape, len(letters)) or (0,)
+                letters = letters[: fixed[0]] + STACK + letters[fixed[0] :]
+            elif excess != 0:
+                continue
+            if name not in found or ("T" in found[name] and "T" not in letters):
+                found[name] = letters
     return found
 
 
@@ -174,32 +185,46 @@ def _validate_access(sdfg: SDFG, state: SDFGState, node: nodes.AccessNode, writt
     writers = state.in_edges(node)
     if not writers:
         return
-    if len(writers) > 1 or node.data in written:
+    if node.data in written:
         raise CanonicalFormError(f'container "{node.data}" of graph "{sdfg.name}" is written more than once (rule 3)')
+    if not _each_part_once(sdfg.arrays[node.data].shape, writers):
+        raise CanonicalFormError(
+            f'parts of container "{node.data}" of graph "{sdfg.name}" are written more than once or never (rule 3)'
+        )
     written.add(node.data)
     for edge in writers:
         if not isinstance(edge.src, Operator) or edge.data.wcr is not None:
             raise CanonicalFormError(f'container "{node.data}" is not written by an operator alone (rule 3)')
 
 
+def _each_part_once(shape: Sequence[object], writers: list[MultiConnectorEdge]) -> bool:
+    """Whether operators write different parts of a container, and together all of it."""
+    subsets = [edge.data.subset for edge in writers]
+    axes = {axis for s in subsets for axis, n in enumerate(s.size()) if n == 1 and shape[axis] != 1}
+    index = [{axis: s.ranges[axis][0] for axis in axes if s.size()[axis] == 1} for s in subsets]
+    apart = all(any(a[axis] != b[axis] for axis in a.keys() & b.keys()) for a, b in combinations(index, 2))
+    return apart and len(writers) == math.prod(int(shape[axis]) for axis in axes)  # type: ignore[call-overload]
+
+
 def _validate_edge(sdfg: SDFG, node: Operator, edge: MultiConnectorEdge, dims: dict[str, str]) -> None:
-    """Whole containers, or the part at constant leading indices, between an access node and a known connector."""
+    """Whole containers, or the part at constant indices, between an access node and a known connector."""
     connector, other = (edge.dst_conn, edge.src) if edge.dst is node else (edge.src_conn, edge.dst)
     if not isinstance(other, nodes.AccessNode) or edge.data.is_empty():
         raise CanonicalFormError(f'operator "{node.name}" has an edge to "{other}" that carries no container (rule 3)')
     if connector not in dims:
         raise CanonicalFormError(f'operator "{node.name}" has no operand "{connector}" (rule 1)')
     descriptor = sdfg.arrays[edge.data.data]
-    leading = max(len(descriptor.shape) - len(dims[connector]), 0)
+    sizes = edge.data.subset.size()
+    fixed = fixed_axes(sizes, descriptor.shape, len(dims[connector]))
     for axis, ((low, _, step), size, extent) in enumerate(
-        zip(edge.data.subset.ranges, edge.data.subset.size(), descriptor.shape, strict=True)
+        zip(edge.data.subset.ranges, sizes, descriptor.shape, strict=True)
     ):
         whole = low == 0 and size == extent
-        index = size == 1 and not sympify(low).free_symbols
-        if step != 1 or not (index if axis < leading else whole):
+        index = not sympify(low).free_symbols
+        if step != 1 or fixed is None or not (index if axis in fixed else whole):
             raise CanonicalFormError(
                 f'operator "{node.name}" reads or writes "{edge.data.data}[{edge.data.subset}]", an edge takes whole '
-                f"dimensions after constant leading indices (rule 3)"
+                f"dimensions and constant indices (rule 3)"
             )
 
 

@@ -1,20 +1,21 @@
 """The base of the vocabulary: an operator is a DaCe library node with dimensions, counts, semantics and a gradient.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
-S and T of self-attention are one extent under two names; ``2`` is the pair (seed, offset) of the dropout generator.
+N projection in a stack. S and T of self-attention are one extent under two names; ``2`` is the pair (seed, offset) of
+the dropout generator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
 import dace
 import sympy
 import torch
-from dace import data, properties
+from dace import data, properties, subsets
 from dace.sdfg import SDFG, SDFGState
 from dace.sdfg.nodes import LibraryNode
 
@@ -22,7 +23,10 @@ from stepdown.models.dtypes import DataType, resolve_dtype
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.statements import Statement
 
-LEGEND = "BSTHPEU"
+LEGEND = "BSTHPEUN"
+STACK = "N"
+"""The dimension that numbers the members of a stack; an edge may fix it to one of them."""
+
 PAIR = "2"
 SAME_EXTENT = {"T": "S"}
 
@@ -147,15 +151,13 @@ class Operator(LibraryNode):
                 continue
             extents = edge.data.subset.size()
             dims = self.operand_dims()[connector]
-            excess = len(extents) - len(dims)
-            if excess > 0:
-                if any(extent != 1 for extent in extents[:excess]):
-                    raise CanonicalFormError(
-                        f'operand "{connector}" of operator "{self.name}" has {len(extents)} dimensions, "{dims}" '
-                        f"takes {len(dims)} and a constant index for each leading one"
-                    )
-                extents = extents[excess:]
-            shapes[connector] = tuple(extents)
+            fixed = fixed_axes(extents, descriptor.shape, len(dims))
+            if fixed is None:
+                raise CanonicalFormError(
+                    f'operand "{connector}" of operator "{self.name}" has {len(extents)} dimensions, "{dims}" '
+                    f"takes {len(dims)} and a constant index for each further one"
+                )
+            shapes[connector] = tuple(extent for axis, extent in enumerate(extents) if axis not in fixed)
         return shapes
 
     def infer(self, operands: Mapping[str, data.Data]) -> dict[str, tuple[tuple[Any, ...], DataType]]:
@@ -196,6 +198,21 @@ class Operator(LibraryNode):
         return self.words(sizes, tuple(sorted(self.out_connectors)))
 
 
+def fixed_axes(extents: Sequence[Any], shape: Sequence[Any], rank: int) -> tuple[int, ...] | None:
+    """The dimensions of a container that a subset fixes to an index, so that an operand of ``rank`` is left.
+
+    :param extents: extents of the subset; ``shape``: those of the container.
+    :returns: their places in order; None where more or fewer dimensions than ``rank`` are left.
+    """
+    excess = len(shape) - rank
+    if excess <= 0:
+        return ()
+    single = [axis for axis, extent in enumerate(extents) if extent == 1]
+    fixed = [axis for axis in single if shape[axis] != 1]
+    fixed += [axis for axis in single if axis not in fixed][: max(excess - len(fixed), 0)]
+    return tuple(sorted(fixed)) if len(fixed) == excess else None
+
+
 def check_number(name: str, field: str, value: float, *, least: float = -math.inf) -> float:
     """Refuse a constant that no formula can hold: its text must be a number.
 
@@ -231,3 +248,11 @@ def add_container(sdfg: SDFG, name: str, shape: tuple[Any, ...], dtype: DataType
 def make_memlet(sdfg: SDFG, name: str) -> dace.Memlet:
     """The whole container."""
     return dace.Memlet.from_array(name, sdfg.arrays[name])
+
+
+def part_memlet(sdfg: SDFG, name: str, axis: int, index: int) -> dace.Memlet:
+    """The part of a container at one index of a dimension."""
+    whole = make_memlet(sdfg, name)
+    ranges = list(whole.subset.ranges)
+    ranges[axis] = (index, index, 1)
+    return dace.Memlet(data=name, subset=subsets.Range(ranges))

@@ -17,9 +17,6 @@ from stepdown.models.operators.gradient import GradientRule
 from stepdown.models.operators.operator import Operator, OperatorClass
 from stepdown.models.operators.statements import Statement
 
-UNNAMED = "01"
-"""Letters of leading dimensions without a name."""
-
 
 @dace.library.node
 class Relayout(Operator):
@@ -29,8 +26,7 @@ class Relayout(Operator):
     decides how a container lies stays visible, and is counted.
 
     ``dims`` is the order in which elements are visited, the order of ``y`` in memory, so that writes are sequential;
-    ``container_dims`` are the logical dimensions of both containers. A digit stands for a leading dimension that has no
-    name, because other operators use the container part by part.
+    ``container_dims`` are the logical dimensions of both containers.
     """
 
     operator_class = OperatorClass.ELEMENT_WISE
@@ -41,12 +37,11 @@ class Relayout(Operator):
     container_dims = properties.Property(dtype=str, default="", desc="Logical dimensions of both containers")
 
     def __init__(self, name: str = "relayout", dims: str = "E", container_dims: str = "E", **kwargs: Any) -> None:
-        super().__init__(name, "".join(letter for letter in dims if letter not in UNNAMED), **kwargs)
+        super().__init__(name, dims, **kwargs)
         if sorted(dims) != sorted(container_dims):
             raise CanonicalFormError(
                 f'operator "{name}" visits "{dims}", which are not the dimensions "{container_dims}" of its containers'
             )
-        self.dims = dims
         self.container_dims = container_dims
 
     def operand_dims(self) -> dict[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dace import data
 from dace.sdfg import SDFG, SDFGState
 
-from stepdown.models.operators.operator import Operator
+from stepdown.models.operators.operator import Operator, fixed_axes
 
 
 def operator_sdfg(node: Operator, state: SDFGState, parent: SDFG) -> SDFG:
     """An SDFG with one container for each connector of ``node``, shaped and strided as the node sees it.
 
-    An edge that fixes leading dimensions to constant indices passes a pointer to that part: the container inside has
+    An edge that fixes dimensions to constant indices passes a pointer to that part: the container inside has
     the remaining dimensions and strides.
     """
     sdfg = SDFG(f"{node.name}_expansion")
@@ -23,11 +23,11 @@ def operator_sdfg(node: Operator, state: SDFGState, parent: SDFG) -> SDFG:
         descriptor = parent.arrays[edge.data.data].clone()
         descriptor.transient = False
         if isinstance(descriptor, data.Array):
-            rank = len(shapes[connector])
+            fixed = fixed_axes(edge.data.subset.size(), descriptor.shape, len(shapes[connector])) or ()
             descriptor = data.Array(
                 descriptor.dtype,
                 shapes[connector] or (1,),
-                strides=descriptor.strides[len(descriptor.shape) - rank :] or (1,),
+                strides=tuple(s for axis, s in enumerate(descriptor.strides) if axis not in fixed) or (1,),
                 storage=descriptor.storage,
             )
         sdfg.add_datadesc(connector, descriptor)

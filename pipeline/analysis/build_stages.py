@@ -31,8 +31,10 @@ def load_stage(build: BuildFolder, name: str) -> TrainingGraph:
     forward, backward = build.graph_file(name, "forward"), build.graph_file(name, "backward")
     if forward is None:
         raise OptionError(f'Stage "{name}" left no graph in "{build.path}/stages"; accepted is a stage with one.')
-    kept = tuple(build.stage(name).get("kept", ()))
-    return TrainingGraph(load_graph(forward), None if backward is None else load_graph(backward), kept)
+    entry = build.stage(name)
+    kept = tuple(entry.get("kept", ()))
+    stacks = {stack: tuple(members) for stack, members in entry.get("stacks", {}).items()}
+    return TrainingGraph(load_graph(forward), None if backward is None else load_graph(backward), kept, stacks)
 
 
 def saved_stages(build: BuildFolder) -> tuple[str, ...]:

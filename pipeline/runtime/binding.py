@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def base(argument: Argument) -> str:
     """The name of what an argument's value is an offset from: its role and, where the role has several, which."""
     match argument.role:
         case "parameter" | "gradient_parameter":
-            return f"{argument.role} {argument.parameter}"
+            return f"{argument.role} {argument.parameters[0]}"
         case "probability":
             return f"probability {argument.field}"
         case "symbol":
@@ -158,6 +158,8 @@ class Binding:
         bases = {name: number for number, name in enumerate([*shared, *gradients])}
         self._forward, self._backward = Library(forward, bases), Library(backward, bases)
         read = {base(argument) for argument in backward.arguments if argument.role in SAVED_ROLES}
+        read |= {f"parameter {name}" for argument in backward.of_role("parameter") for name in argument.parameters}
+        self._packs = self._packs_of("parameter", *both)
         self.layer = load_extension().Layer(
             pool(),
             self.dtype,
@@ -172,6 +174,8 @@ class Binding:
             self._backward.program,
             self._backward.bases,
             sorted(bases[name] for name in read),
+            self._packs,
+            self._packs_of("gradient_parameter", *backward.arguments),
         )
         """The calls, in C++."""
 
@@ -179,11 +183,14 @@ class Binding:
         """Refuse interfaces with which a gradient or a kept tensor would be missing."""
         known = set(self.parameters)
         for argument in (*forward.arguments, *backward.arguments):
-            if argument.role in ("parameter", "gradient_parameter") and argument.parameter not in known:
+            if argument.role in ("parameter", "gradient_parameter") and not (
+                argument.parameters and known.issuperset(argument.parameters)
+            ):
                 raise BuildError(f'"{argument.name}" of "{self.path}" belongs to no parameter of the layer.')
             if argument.role == "symbol" and argument.name not in ("B", "S"):
                 raise BuildError(f'"{self.path}" needs a symbol "{argument.name}"; accepted are "B" and "S".')
         given = {base(argument) for argument in backward.arguments}
+        given |= {f"{a.role} {name}" for a in backward.of_role("gradient_parameter") for name in a.parameters}
         wanted = ["gradient_output", "gradient_input", *(f"gradient_parameter {name}" for name in self.parameters)]
         missing = [name for name in wanted if name not in given]
         missing += [name for name in ("input", "output") if name not in {base(a) for a in forward.arguments}]
@@ -196,6 +203,31 @@ class Binding:
                     f'The backward library of "{self.path}" reads "{argument.name}", which the forward library does '
                     f"not keep in the same layout."
                 )
+
+    def _packs_of(self, role: str, *arguments: Argument) -> list[list[int]]:
+        """The numbers of the parameters that an argument holds several of."""
+        packs = dict.fromkeys(a.parameters for a in arguments if a.role == role and len(a.parameters) > 1)
+        return [[self.parameters.index(name) for name in names] for names in packs]
+
+    def pack(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Let scattered parameters be views of one block of memory, where an argument holds several of them.
+
+        They keep their identity, values and gradients; their memory is new. Only parameters with memory of their own
+        move: what is a view of other memory is somebody else's to arrange, and is copied in every call.
+
+        :param parameters: in the order of the libraries.
+        :returns: whether any were scattered.
+        """
+        with _LOCK, torch.inference_mode(False), torch.no_grad():
+            scattered = self.layer.scattered(list(parameters))
+            for number in scattered:
+                members = [parameters[index] for index in self._packs[number]]
+                if not all(type(member) is torch.nn.Parameter for member in members):
+                    continue
+                block = torch.cat([member.detach().reshape(-1) for member in members])
+                for member, part in zip(members, block.split([m.numel() for m in members]), strict=True):
+                    member.data = part.view(member.shape)
+        return bool(scattered)
 
     def prepare(self, batch: int, seq: int) -> None:
         """Make calls of this batch and length possible.
@@ -231,8 +263,8 @@ class Binding:
             if argument.role not in TORCH_ROLES:
                 continue
             shape, strides = sizes[argument.name].shape, sizes[argument.name].strides
-            if argument.parameter is not None:
-                fits = math.prod(shape) == elements[argument.parameter]
+            if argument.parameters:
+                fits = math.prod(shape) == sum(elements[name] for name in argument.parameters)
             else:
                 fits = shape == {"mask": (batch, seq), "rng": (2,)}.get(argument.role, activation)
             regular = [(n, s) for n, s, c in zip(shape, strides, c_strides(shape), strict=True) if n != 1 and s != c]

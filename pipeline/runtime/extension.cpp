@@ -10,6 +10,9 @@
 //     2  the block of temporaries                              5, 6  mask [B, S], (seed, offset) [2]
 //     backward only: 7+P+N gradient of y, then the gradient of x, then the gradients of the parameters, P
 //
+// An argument that holds several parameters, one after the other, has the base of the first: a pack. Parameters that do
+// not lie like that are copied for the time of a call.
+//
 // Only headers that need no Python are included: a machine may lack Python's.
 
 #include <ATen/EmptyTensor.h>
@@ -22,6 +25,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -36,6 +40,7 @@ namespace stepdown {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using Packs = std::vector<std::vector<int64_t>>;  // the numbers of their parameters
 
 constexpr int64_t KEPT = 1, WORKSPACE = 2, TENSORS = 3, MASK = 5, PARAMETERS = 7;
 constexpr int64_t ALIGNMENT = 64;
@@ -234,7 +239,8 @@ struct NoSecondDerivative : torch::autograd::Function<NoSecondDerivative> {
 class Layer : public torch::CustomClassHolder {
  public:
     // `batch` and `seq` are promised sizes, 0 for any; `shapes` are the parameters'; a program is the addresses of its
-    // function, handle and setter of threads; `saved` are the bases that backward reads again, in ascending order.
+    // function, handle and setter of threads; `saved` are the bases that backward reads again, in ascending order;
+    // `packs` and `gradient_packs` are the parameters that an argument of either library holds, and a gradient.
     Layer(
         c10::intrusive_ptr<BlockPool> pool,
         at::ScalarType dtype,
@@ -248,7 +254,9 @@ class Layer : public torch::CustomClassHolder {
         std::vector<int64_t> forward_bases,
         std::vector<int64_t> backward_program,
         std::vector<int64_t> backward_bases,
-        std::vector<int64_t> saved)
+        std::vector<int64_t> saved,
+        Packs packs,
+        Packs gradient_packs)
         : pool_(std::move(pool)),
           dtype_(dtype),
           batch_(batch),
@@ -259,7 +267,9 @@ class Layer : public torch::CustomClassHolder {
           takes_mask_(takes_mask),
           forward_(program(forward_program, std::move(forward_bases))),
           backward_(program(backward_program, std::move(backward_bases))),
-          saved_(std::move(saved)) {
+          saved_(std::move(saved)),
+          packs_(std::move(packs)),
+          gradient_packs_(std::move(gradient_packs)) {
         const c10::InferenceMode normal(false);  // or it could not be saved for a backward pass
         no_rng_ = at::detail::empty_cpu({2}, at::kLong);
         std::fill_n(no_rng_.mutable_data_ptr<int64_t>(), 2, 0);
@@ -269,7 +279,7 @@ class Layer : public torch::CustomClassHolder {
     c10::intrusive_ptr<Layer> without_kernels() {
         auto copy = c10::make_intrusive<Layer>(
             pool_, dtype_, batch_, seq_, embed_, shapes_, probabilities_, takes_mask_, addresses(forward_), forward_.bases,
-            addresses(backward_), backward_.bases, saved_);
+            addresses(backward_), backward_.bases, saved_, packs_, gradient_packs_);
         copy->forward_.call = copy->backward_.call = [](void*, const int64_t*) {};
         std::shared_lock lock(mutex_);
         copy->plans_ = plans_;
@@ -308,13 +318,41 @@ class Layer : public torch::CustomClassHolder {
         return static_cast<int64_t>(plans_.size());
     }
 
+    // The packs that do not lie one after the other and could: all of their tensors are leaves with memory of their own,
+    // or with that of such a pack.
+    std::vector<int64_t> scattered(const std::vector<Tensor>& parameters) const {
+        std::vector<int64_t> found;
+        for (size_t number = 0; number < packs_.size(); number++) {
+            int64_t end = 0;
+            bool together = true, movable = true;
+            for (const int64_t i : packs_[number]) {
+                const Tensor& one = parameters.at(i);
+                if (!is_plain(one) || !one.unsafeGetTensorImpl()->has_storage() || !one.is_contiguous()) {
+                    movable = false;
+                    break;
+                }
+                together = together && (end == 0 || address(one) == end);
+                end = address(one) + static_cast<int64_t>(one.nbytes());
+                const auto size = static_cast<int64_t>(one.storage().nbytes());
+                const bool own = size == bytes(i) || size == bytes(packs_[number]) || one.storage().use_count() == 1;
+                movable = movable && own && one.is_leaf() && !one.is_inference() && !one.is_neg();
+            }
+            if (movable && !together) {
+                found.push_back(static_cast<int64_t>(number));
+            }
+        }
+        return found;
+    }
+
     // [y], or [y, (seed, offset)] with `probabilities`, of which there are none without dropout. Empty when a tensor is
-    // not what the layer was compiled for, or there is no plan for its sizes: nothing was done then.
+    // not what the layer was compiled for, there is no plan for its sizes, or, unless told to call `anyway`, parameters
+    // are scattered: nothing was done then.
     std::vector<Tensor> call(
         const Tensor& x,
         const std::optional<Tensor>& attention_mask,
         std::vector<Tensor> parameters,
-        std::vector<double> probabilities) {
+        std::vector<double> probabilities,
+        bool anyway) {
         if (!is_plain(x) || x.dim() != 3 || x.size(2) != embed_ || parameters.size() != shapes_.size()) {
             return {};
         }
@@ -329,6 +367,9 @@ class Layer : public torch::CustomClassHolder {
         }
         const auto plan = find(batch, seq);
         if (plan == nullptr || (attention_mask && !is_mask(*attention_mask, batch, seq))) {
+            return {};
+        }
+        if (!anyway && !packs_.empty() && !scattered(parameters).empty()) {
             return {};
         }
         const Tensor mask = !attention_mask                                  ? plan->full_mask
@@ -415,20 +456,63 @@ class Layer : public torch::CustomClassHolder {
         for (const double probability : probabilities) {
             base.push_back(std::bit_cast<int64_t>(probability));
         }
+        const auto copies = gather(base.data());
         forward_.run(base, plan.forward);
         return output;
+    }
+
+    int64_t bytes(int64_t parameter) const {
+        return static_cast<int64_t>(c10::elementSize(dtype_)) * c10::multiply_integers(shapes_[parameter]);
+    }
+
+    int64_t bytes(const std::vector<int64_t>& pack) const {
+        int64_t total = 0;
+        for (const int64_t i : pack) {
+            total += bytes(i);
+        }
+        return total;
+    }
+
+    // Lets the base of every pack that `base` has point to its parameters one after the other; returns the copies.
+    std::vector<c10::DataPtr> gather(int64_t* base) const {
+        std::vector<c10::DataPtr> copies;
+        for (const auto& pack : packs_) {
+            const int64_t* own = base + PARAMETERS;
+            int64_t end = own[pack[0]];
+            bool together = true, present = true;
+            for (const int64_t i : pack) {
+                present = present && own[i] != 0;
+                together = together && own[i] == end;
+                end = own[i] + bytes(i);
+            }
+            if (together || !present) {
+                continue;
+            }
+            copies.push_back(pool_->lend(bytes(pack)));
+            char* target = static_cast<char*>(copies.back().get());
+            for (const int64_t i : pack) {
+                std::memcpy(target, reinterpret_cast<const void*>(own[i]), bytes(i));
+                target += bytes(i);
+            }
+            base[PARAMETERS + pack[0]] = reinterpret_cast<int64_t>(copies.back().get());
+        }
+        return copies;
     }
 
     // The gradients of x and of every parameter; undefined where they are not `wanted`.
     variable_list run_backward(
         const Call& call, const Tensor& gradient, const variable_list& saved, const std::vector<bool>& wanted) const {
-        const int64_t item = static_cast<int64_t>(c10::elementSize(dtype_));
-        const auto bytes = [&](size_t i) {
-            return aligned(item * (i == 0 ? gradient.numel() : c10::multiply_integers(shapes_[i - 1])));
+        const auto size = [&](size_t i) {
+            return i == 0 ? static_cast<int64_t>(gradient.nbytes()) : bytes(static_cast<int64_t>(i) - 1);
         };
+        variable_list gradients(wanted.size());
+        pack_gradients(gradients, wanted);
         int64_t unwanted = aligned(call.plan->backward_bytes), scratch_bytes = unwanted;
         for (size_t i = 0; i < wanted.size(); i++) {
-            scratch_bytes += wanted[i] ? 0 : bytes(i);
+            scratch_bytes += wanted[i] || gradients[i].defined() ? 0 : aligned(size(i));
+        }
+        for (const auto& pack : gradient_packs_) {
+            scratch_bytes += aligned(bytes(pack));
         }
         const Scratch scratch(*pool_, scratch_bytes);
         const int64_t tensors = PARAMETERS + static_cast<int64_t>(shapes_.size());
@@ -442,18 +526,51 @@ class Layer : public torch::CustomClassHolder {
             base.push_back(std::bit_cast<int64_t>(probability));
         }
         base.push_back(address(gradient));
-        variable_list gradients(wanted.size());
+        const size_t first = base.size();
         for (size_t i = 0; i < wanted.size(); i++) {
-            if (wanted[i]) {
+            if (wanted[i] && !gradients[i].defined()) {
                 gradients[i] = at::detail::empty_cpu(i == 0 ? gradient.sizes() : at::IntArrayRef(shapes_[i - 1]), dtype_);
+            }
+            if (gradients[i].defined()) {
                 base.push_back(writable_address(gradients[i]));
             } else {
                 base.push_back(scratch.address() + unwanted);
-                unwanted += bytes(i);
+                unwanted += aligned(size(i));
             }
         }
+        for (const auto& pack : gradient_packs_) {
+            if (!gradients[pack[0] + 1].defined()) {
+                base[first + pack[0] + 1] = scratch.address() + unwanted;
+                unwanted += aligned(bytes(pack));
+            }
+        }
+        const auto copies = gather(base.data());
         backward_.run(base, call.plan->backward);
+        for (size_t i = 0; i < wanted.size(); i++) {
+            if (!wanted[i]) {
+                gradients[i].reset();
+            }
+        }
         return gradients;
+    }
+
+    // Makes the gradients of each pack of which one is wanted, one after the other in one block of memory.
+    void pack_gradients(variable_list& gradients, const std::vector<bool>& wanted) const {
+        for (const auto& pack : gradient_packs_) {
+            if (std::none_of(pack.begin(), pack.end(), [&](int64_t i) { return wanted[i + 1]; })) {
+                continue;
+            }
+            const Tensor all = at::detail::empty_cpu({bytes(pack)}, at::kByte);
+            int64_t offset = 0;
+            for (const int64_t i : pack) {
+                gradients[i + 1] = at::detail::make_tensor<c10::TensorImpl>(
+                    c10::Storage(all.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype_));
+                auto* tensor = gradients[i + 1].unsafeGetTensorImpl();
+                tensor->set_sizes_contiguous(shapes_[i]);
+                tensor->set_storage_offset(offset / static_cast<int64_t>(c10::elementSize(dtype_)));
+                offset += bytes(i);
+            }
+        }
     }
 
     const c10::intrusive_ptr<BlockPool> pool_;
@@ -464,6 +581,7 @@ class Layer : public torch::CustomClassHolder {
     const bool takes_mask_;
     Program forward_, backward_;
     const std::vector<int64_t> saved_;
+    const Packs packs_, gradient_packs_;
     Tensor no_rng_;
     std::shared_mutex mutex_;
     std::map<std::pair<int64_t, int64_t>, std::shared_ptr<const Plan>> plans_;
@@ -548,9 +666,10 @@ TORCH_LIBRARY(stepdown, library) {
     library.class_<Layer>("Layer")
         .def(torch::init<
              c10::intrusive_ptr<BlockPool>, at::ScalarType, int64_t, int64_t, int64_t, std::vector<Integers>, int64_t, bool,
-             Integers, Integers, Integers, Integers, Integers>())
+             Integers, Integers, Integers, Integers, Integers, std::vector<Integers>, std::vector<Integers>>())
         .def("without_kernels", &Layer::without_kernels)
         .def("add_plan", &Layer::add_plan)
         .def("plans", &Layer::plans)
+        .def("scattered", &Layer::scattered)
         .def("call", &Layer::call);
 }

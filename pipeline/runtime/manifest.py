@@ -46,14 +46,17 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a library's function; shapes, strides and bytes are expressions in `B` and `S`."""
+    """One argument of a library's function; shapes, strides and bytes are expressions in `B` and `S`.
+
+    ``parameters`` are those that it holds, or holds the gradients of, one after the other.
+    """
 
     name: str
     role: str
     dtype: str
     shape: tuple[str, ...]
     strides: tuple[str, ...]
-    parameter: str | None
+    parameters: tuple[str, ...]
     field: str | None
     bytes: str | None
     live: tuple[int, int] | None
@@ -140,7 +143,7 @@ def _argument(entry: Mapping[str, Any]) -> Argument:
         dtype=entry["dtype"],
         shape=tuple(str(size) for size in entry.get("shape", ())),
         strides=tuple(str(stride) for stride in entry.get("strides", ())),
-        parameter=entry.get("parameter"),
+        parameters=tuple(entry["parameters"] if "parameters" in entry else filter(None, [entry.get("parameter")])),
         field=entry.get("field"),
         bytes=None if entry.get("bytes") is None else str(entry["bytes"]),
         live=None if live is None else (int(live[0]), int(live[1])),

@@ -52,7 +52,9 @@ class StepdownLayer(nn.Module):
     """A compiled encoder layer with the parameters of Hugging Face's ``BertLayer``: names, shapes and order.
 
     Weights start as N(0, ``deviation``) and biases as zero, layer normalization as one and zero. The module can be
-    copied and pickled; it then finds its libraries by the path of the build.
+    copied and pickled; it then finds its libraries by the path of the build. Parameters that the libraries read as one
+    (the projections of Q, K and V) are views of one block of memory; where something gave them other memory, the next
+    call moves them into a new block.
 
     Dropout is drawn in training mode only. Each such call takes a (seed, offset) from PyTorch's default CPU generator,
     if one of the definition's probabilities is not zero, so that ``torch.manual_seed`` repeats the masks.
@@ -85,6 +87,7 @@ class StepdownLayer(nn.Module):
         self._path = str(binding.path)
         self._key = binding.key
         self._bind(binding, binding.definition)
+        binding.pack(self._gather())
         self.reset_parameters(deviation, generator)
 
     @torch.no_grad()
@@ -169,10 +172,12 @@ class StepdownLayer(nn.Module):
         probabilities = own["_probabilities"] if self.training else []
         result = None
         if type(x) in _PLAIN and type(attention_mask) in _PLAIN_OR_NONE and _PLAIN.issuperset(map(type, parameters)):
-            result = own["_call"](x, attention_mask, parameters, probabilities)
+            result = own["_call"](x, attention_mask, parameters, probabilities, False)
+            if not result and self._binding.pack(parameters):
+                result = own["_call"](x, attention_mask, parameters, probabilities, True)
         if not result:
             self._prepare(x, attention_mask, parameters)
-            result = own["_call"](x, attention_mask, parameters, probabilities)
+            result = own["_call"](x, attention_mask, parameters, probabilities, True)
             if not result:
                 raise InputError(
                     "tensors that changed during the call were given to a compiled layer; accepted are those that no "

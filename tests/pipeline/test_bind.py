@@ -72,11 +72,23 @@ def test_every_parameter_comes_in_and_has_one_gradient(built_layer: CompiledLaye
     assert "attention.self.query.bias" not in parameters
     for side, role in (("forward", "parameter"), ("backward", "gradient_parameter")):
         found = arguments(abi[side], role)
-        assert sorted(entry["parameter"] for entry in found.values()) == sorted(parameters)
-        for entry in found.values():
-            assert entry["shape"] == [str(extent) for extent in parameters[entry["parameter"]].logical_shape]
+        members = {name: entry.get("parameters", [entry.get("parameter")]) for name, entry in found.items()}
+        assert sorted(name for names in members.values() for name in names) == sorted(parameters)
+        for container, entry in found.items():
+            shape = [str(extent) for extent in parameters[members[container][0]].logical_shape]
+            assert entry["shape"] == ([str(len(members[container]))] if "parameters" in entry else []) + shape
             assert entry["dtype"] == "float32"
-    assert {entry["parameter"] for entry in arguments(abi["backward"], "parameter").values()} <= set(parameters)
+    read = arguments(abi["backward"], "parameter").values()
+    assert {name for entry in read for name in entry.get("parameters", [entry.get("parameter")])} <= set(parameters)
+
+
+def test_a_stack_names_its_parameters_in_order(abi: dict[str, Any]) -> None:
+    (entry,) = (e for e in abi["forward"]["arguments"] if "parameters" in e)
+    names = [f"attention.self.{name}.weight" for name in ("query", "key", "value")]
+    assert (entry["name"], entry["role"], entry["parameters"]) == ("query_key_value_weight", "parameter", names)
+    (entry,) = (e for e in abi["backward"]["arguments"] if "parameters" in e and e["role"] != "parameter")
+    assert (entry["name"], entry["role"]) == ("gradient_query_key_value_weight", "gradient_parameter")
+    assert entry["parameters"] == names
 
 
 def test_every_role_has_its_arguments(built_layer: CompiledLayer, abi: dict[str, Any]) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import dace
 import pytest
+import torch
 from dace.sdfg import SDFG, SDFGState, nodes
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import Bias, Contraction, Gelu, KeyPaddingMask, LayerNorm, Scale, Softmax
 from stepdown.models.operators.gradient import connect_operator
-from stepdown.models.operators.operator import make_memlet
+from stepdown.models.operators.operator import make_memlet, part_memlet
 from stepdown.transformations.canonical_form import (
     container_dims,
     kept_containers,
@@ -28,6 +29,7 @@ from stepdown.transformations.canonical_form import (
     written_containers,
 )
 from stepdown.transformations.differentiate import differentiate
+from stepdown.transformations.reference_executor import execute
 from stepdown.transformations.training_graph import TrainingGraph
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +244,7 @@ def packed(subset: str, *, extent: int = 4) -> SDFG:
 def test_rule_3_takes_one_of_a_stack(index: int) -> None:
     sdfg = packed(f"{index}, 0:5, 0:4")
     validate_sdfg(sdfg)
-    assert container_dims(sdfg) == {"y": "SE"}
+    assert container_dims(sdfg) == {"stack": "NSE", "y": "SE"}
 
 
 @pytest.mark.parametrize(
@@ -255,18 +257,51 @@ def test_rule_3_refuses_any_other_part(subset: str, extent: int) -> None:
     with pytest.raises(CanonicalFormError) as caught:
         validate_sdfg(sdfg)
     assert re.fullmatch(
-        r'operator "scale" reads or writes "stack\[.*\]", an edge takes whole dimensions after constant '
-        r"leading indices \(rule 3\)",
+        r'operator "scale" reads or writes "stack\[.*\]", an edge takes whole dimensions and constant '
+        r"indices \(rule 3\)",
         str(caught.value),
     )
 
 
 def test_rule_3_refuses_several_of_a_stack_at_once() -> None:
     with refused(
-        'operator "scale" reads or writes "stack[0:2, 0:5, 0:4]", an edge takes whole dimensions after constant '
-        "leading indices (rule 3)"
+        'operator "scale" reads or writes "stack[0:2, 0:5, 0:4]", an edge takes whole dimensions and constant '
+        "indices (rule 3)"
     ):
         validate_sdfg(packed("0:2, 0:5, 0:4"))
+
+
+def parts(indices: list[int]) -> SDFG:
+    """stack[i] = 2 * x for each index, stack [3, 5, 4]; y reads all of it."""
+    sdfg = SDFG("parts")
+    state = sdfg.add_state()
+    sdfg.add_array("x", (5, 4), dace.float32)
+    sdfg.add_array("stack", (3, 5, 4), dace.float32, transient=True)
+    sdfg.add_array("y", (3, 5, 4), dace.float32)
+    source, target = state.add_read("x"), state.add_access("stack")
+    for index in indices:
+        node = Scale(f"scale_{index}", "SE", index + 1.0)
+        state.add_node(node)
+        state.add_edge(source, None, node, "x", make_memlet(sdfg, "x"))
+        state.add_edge(node, "y", target, None, part_memlet(sdfg, "stack", 0, index))
+    node = Scale("all", "NSE", 1.0)
+    state.add_node(node)
+    state.add_edge(target, None, node, "x", make_memlet(sdfg, "stack"))
+    state.add_edge(node, "y", state.add_write("y"), None, make_memlet(sdfg, "y"))
+    return sdfg
+
+
+def test_rule_3_takes_parts_that_different_operators_write() -> None:
+    sdfg = parts([2, 0, 1])
+    validate_sdfg(sdfg)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.equal(execute(sdfg, {"x": x})["y"], torch.stack([x, 2 * x, 3 * x]))
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 1], [0, 2], [0, 1, 2, 1], [1]])
+def test_rule_3_refuses_parts_that_overlap_or_leave_some_out(indices: list[int]) -> None:
+    with refused('parts of container "stack" of graph "parts" are written more than once or never (rule 3)'):
+        validate_sdfg(parts(indices))
 
 
 def test_rule_3_refuses_an_edge_without_data() -> None:

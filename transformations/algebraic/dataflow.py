@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dace.sdfg import SDFG
 from dace.sdfg.graph import MultiConnectorEdge
 from dace.sdfg.nodes import AccessNode
 
 from stepdown.models.operators import Operator
-from stepdown.models.operators.operator import make_memlet
+from stepdown.models.operators.operator import make_memlet, part_memlet
 from stepdown.transformations.canonical_form import kept_containers, name_is_output, the_state
 from stepdown.transformations.training_graph import TrainingGraph
 
@@ -80,6 +81,23 @@ class Dataflow:
             self._reconnect(edge, source, edge.dst)
         self._drop_unused(old)
 
+    def read_part(self, old: str, new: str, axis: int, index: int) -> None:
+        """Let everything that reads ``old`` read ``new`` at one index of a dimension, which has the same shape."""
+        edges = self.readers(old)
+        source = self._source(new) if edges else None
+        for edge in edges:
+            self.state.remove_edge(edge)
+            self.state.add_edge(source, None, edge.dst, edge.dst_conn, part_memlet(self.sdfg, new, axis, index))
+        self.drop(old)
+
+    def write_part(self, old: str, new: str, axis: int, index: int) -> None:
+        """Let the writer of ``old`` write ``new`` at one index of a dimension, which has the same shape."""
+        edges = [edge for access in self.accesses(old) for edge in self.state.in_edges(access)]
+        for edge in edges:
+            self.state.remove_edge(edge)
+            memlet = part_memlet(self.sdfg, new, axis, index)
+            self.state.add_edge(edge.src, edge.src_conn, self._source(new), None, memlet)
+
     def write_instead(self, node: Operator, connector: str, name: str) -> None:
         """Let an operator write ``name``, which nobody writes, instead of what it writes."""
         edge = next(edge for edge in self.state.out_edges(node) if edge.src_conn == connector)
@@ -100,6 +118,14 @@ class Dataflow:
         self.state.remove_edge(edge)
         node.remove_out_connector(connector)
         self._drop_unused(edge.data.data)
+
+    def drop(self, name: str) -> None:
+        """Remove a container that no operator touches, argument or not, if there is one of this name."""
+        if name not in self.sdfg.arrays:
+            return
+        self._drop_unused(name)
+        if not self.accesses(name):
+            self.drop_arguments({name})
 
     def drop_arguments(self, names: set[str]) -> None:
         """Remove those of the named arguments that no operator touches."""
@@ -169,4 +195,4 @@ def derive_kept(graph: TrainingGraph) -> TrainingGraph:
     for name in set(graph.kept) - set(kept):
         if name in graph.forward.arrays and not name_is_output(graph.forward, name):
             graph.forward.arrays[name].transient = True
-    return TrainingGraph(graph.forward, graph.backward, kept)
+    return replace(graph, kept=kept)

@@ -12,14 +12,14 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dace.sdfg import SDFG, SDFGState, nodes
+from dace.sdfg.graph import MultiConnectorEdge
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import Contraction, Member, Operator, RowGroup, TiledGroup
 from stepdown.models.operators.gradient import connect_operator
-from stepdown.models.operators.operator import make_memlet
 from stepdown.models.operators.tiled_group import TILED_KINDS
 from stepdown.transformations.canonical_form import kept_containers, operand_edges, the_state, topological_nodes
 from stepdown.transformations.lowering.passes_of_rows import plan_rows
@@ -59,7 +59,7 @@ class FuseAttention:
         kept = kept_containers(trial.forward, trial.backward)
         for name in {*graph.kept, *kept} & set(trial.forward.arrays):
             trial.forward.arrays[name].transient = name not in kept
-        return TrainingGraph(trial.forward, trial.backward, kept), what
+        return replace(trial, kept=kept), what
 
 
 def tiled_values(sdfg: SDFG) -> set[str]:
@@ -121,7 +121,11 @@ def _recompute(graph: TrainingGraph, names: list[str]) -> None:
             (outputs if written else inputs)[connector] = name
             _declare(forward, backward, name, transient=name in values)
         readers = {name: [access for access in target.data_nodes() if access.data == name] for name in outputs.values()}
-        connect_operator(backward, target, copy.deepcopy(node), inputs, outputs)
+        clone = copy.deepcopy(node)
+        connect_operator(backward, target, clone, inputs, outputs)
+        taken = {edge.dst_conn: edge.data for edge in source.in_edges(node)}
+        for edge in target.in_edges(clone):
+            edge.data = copy.deepcopy(taken[edge.dst_conn])
         for name, old in readers.items():
             new = next(access for access in target.data_nodes() if access.data == name and access not in old)
             for access in old:
@@ -197,7 +201,10 @@ def _in_runs(state: SDFGState, members: list[Operator]) -> list[Operator]:
 
     Among those that can run, contractions that give a tile come first and those that take one last.
     """
-    written = {name for node in members for _, name, is_written in operand_edges(state, node) if is_written}
+    sdfg = state.sdfg
+    reads = {node: {_value(sdfg, edge) for edge in state.in_edges(node)} for node in members}
+    writes = {node: {_value(sdfg, edge) for edge in state.out_edges(node)} for node in members}
+    written = set().union(*writes.values())
 
     def priority(node: Operator) -> int:
         if not isinstance(node, Contraction):
@@ -208,17 +215,10 @@ def _in_runs(state: SDFGState, members: list[Operator]) -> list[Operator]:
     done: set[str] = set()
     waiting = list(members)
     while waiting:
-        ready = [
-            node
-            for node in waiting
-            if all(
-                is_written or name in done or name not in written for _, name, is_written in operand_edges(state, node)
-            )
-        ]
-        node = min(ready, key=priority)
+        node = min((node for node in waiting if reads[node] & written <= done), key=priority)
         waiting.remove(node)
         order.append(node)
-        done |= {name for _, name, is_written in operand_edges(state, node) if is_written}
+        done |= writes[node]
     return order
 
 
@@ -229,14 +229,16 @@ def _group(sdfg: SDFG, members: list[Operator]) -> TiledGroup:
         (node.dims for node in members if not isinstance(node, Contraction)),
         next(d for node in members for d in node.operand_dims().values() if set(d) >= POSITIONS),
     )
-    listed = [Member(node, {connector: name for connector, name, _ in operand_edges(state, node)}) for node in members]
+    listed = [
+        Member(node, {_connector(edge, node): _value(sdfg, edge) for edge in state.all_edges(node)}) for node in members
+    ]
     inside = set(members)
-    written = {name for node in members for _, name, is_written in operand_edges(state, node) if is_written}
     outputs = {
-        access.data
-        for access in state.data_nodes()
-        if access.data in written
-        and (not sdfg.arrays[access.data].transient or any(edge.dst not in inside for edge in state.out_edges(access)))
+        _value(sdfg, written)
+        for node in members
+        for written in state.out_edges(node)
+        if not sdfg.arrays[written.data.data].transient
+        or any(edge.dst not in inside for edge in state.out_edges(written.dst))
     }
     return TiledGroup(f"{members[0].name}__{members[-1].name}", listed, sorted(outputs), dims)
 
@@ -245,16 +247,30 @@ def _write(sdfg: SDFG, members: list[Operator]) -> None:
     """Replace the members by one node."""
     state = the_state(sdfg)
     node = _group(sdfg, members)
-    names = {name for member in members for _, name, _ in operand_edges(state, member)}
-    access = {n.data: n for n in state.data_nodes() if n.data in names}
-    written = node.written_values()
+    read = {_value(sdfg, edge): edge for member in members for edge in state.in_edges(member)}
+    written = {_value(sdfg, edge): edge for member in members for edge in state.out_edges(member)}
     state.remove_nodes_from(members)
     state.add_node(node)
     for value in node.in_connectors:
-        state.add_edge(access[value], None, node, value, make_memlet(sdfg, value))
-    for value in written:
+        state.add_edge(read[value].src, None, node, value, read[value].data)
+    for value, edge in written.items():
         if value in node.out_connectors:
-            state.add_edge(node, value, access[value], None, make_memlet(sdfg, value))
+            state.add_edge(node, value, edge.dst, None, edge.data)
         else:
-            state.remove_node(access[value])
-            sdfg.remove_data(value)
+            state.remove_node(edge.dst)
+            sdfg.remove_data(edge.data.data)
+
+
+def _connector(edge: MultiConnectorEdge, node: Operator) -> str:
+    return edge.dst_conn if edge.dst is node else edge.src_conn
+
+
+def _value(sdfg: SDFG, edge: MultiConnectorEdge) -> str:
+    """What a group calls the value that an edge carries: its container, with the index of a part."""
+    shape, subset = sdfg.arrays[edge.data.data].shape, edge.data.subset
+    index = [
+        str(low)
+        for (low, _, _), size, extent in zip(subset.ranges, subset.size(), shape, strict=True)
+        if size == 1 and extent != 1
+    ]
+    return "_".join([edge.data.data, *index])

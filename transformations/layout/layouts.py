@@ -1,8 +1,7 @@
 """Layouts: the order in which a container's logical dimensions lie in memory, and padding, as strides.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
-A digit stands for a leading dimension without a name, counted from 0: that of a container which operators use part by
-part.
+N projection in a stack.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from dace.symbolic import int_ceil
 
 from stepdown.models.errors import OptionError
 from stepdown.models.operators.operator import LEGEND, PAIR
-from stepdown.models.operators.relayout import UNNAMED
-from stepdown.transformations.canonical_form import container_dims, operand_edges, operators, the_state
+from stepdown.transformations.canonical_form import container_dims, the_state
 
 NOMINAL = {"B": 7, "S": 509}
 """Sizes at which strides are put in order where batch or sequence length is symbolic: any sizes above 1 do."""
-
-LETTERS = LEGEND + UNNAMED
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Layout:
     pad: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.order or len(set(self.order)) != len(self.order) or any(x not in LETTERS for x in self.order):
+        if not self.order or len(set(self.order)) != len(self.order) or any(x not in LEGEND for x in self.order):
             raise OptionError(
                 f'order "{self.order}" was given; accepted are the letters of a container\'s dimensions, each once.'
             )
@@ -89,19 +85,10 @@ def row_major(dims: str) -> Layout:
 
 
 def logical_dims(sdfg: SDFG) -> dict[str, str]:
-    """The dimensions of every container that operators use, by letter; empty for what has no layout to choose.
-
-    Leading dimensions of a container that operators only use parts of have no letter but their number.
-    """
-    found = container_dims(sdfg)
-    state = the_state(sdfg)
-    for node in operators(sdfg):
-        dims = node.operand_dims()
-        for connector, name, _ in operand_edges(state, node):
-            if name not in found:
-                leading = len(sdfg.arrays[name].shape) - len(dims[connector])
-                found[name] = UNNAMED[:leading] + dims[connector] if leading <= len(UNNAMED) else ""
-    return {name: "" if dims == PAIR else dims for name, dims in found.items()}
+    """The dimensions of every container that operators use, by letter; empty for what has no layout to choose."""
+    found = dict.fromkeys(sdfg.arrays, "") | container_dims(sdfg)
+    used = {access.data for access in the_state(sdfg).data_nodes()}
+    return {name: "" if dims == PAIR else dims for name, dims in found.items() if name in used}
 
 
 def physical_order(dims: str, strides: Sequence[Any]) -> str:

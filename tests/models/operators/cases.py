@@ -45,7 +45,7 @@ from stepdown.models.operators.operator import PAIR, broadcast, make_memlet
 from stepdown.models.operators.philox import dropout_threshold, philox_words
 from stepdown.models.operators.statements import Statement, is_dimension_name
 
-SIZES = {"B": 2, "S": 3, "T": 4, "H": 2, "P": 5, "E": 6, "U": 7}
+SIZES = {"B": 2, "S": 3, "T": 4, "H": 2, "P": 5, "E": 6, "U": 7, "N": 3}
 """Extents of the cases, all but two different, so that no dimension passes for another one unnoticed."""
 
 

@@ -28,7 +28,7 @@ def test_refuses_other_forms(einsum: str) -> None:
     ("einsum", "term"), [("BB,BE->E", "BB"), ("bse,eu->bsu", "bse"), ("BS ,SE->BE", "BS "), ("BE,EU->BUU", "BUU")]
 )
 def test_refuses_other_letters_and_diagonals(einsum: str, term: str) -> None:
-    with refused(f'term "{term}" of einsum "{einsum}" must name each dimension of "BSTHPEU" at most once'):
+    with refused(f'term "{term}" of einsum "{einsum}" must name each dimension of "BSTHPEUN" at most once'):
         Contraction("odd", einsum)
 
 

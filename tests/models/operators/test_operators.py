@@ -139,7 +139,7 @@ def test_refuses_disagreeing_extents(case: Case) -> None:
 
 @pytest.mark.parametrize("operator", ROW_OPERATORS)
 def test_refuses_unknown_and_repeated_dimensions(operator: type[Operator]) -> None:
-    with refused('dimension "X" of operator "odd" is not one of "BSTHPEU"'):
+    with refused('dimension "X" of operator "odd" is not one of "BSTHPEUN"'):
         operator("odd", "BSX")
     with refused('dimensions "BSTB" of operator "odd" name a dimension twice'):
         operator("odd", "BSTB")

@@ -22,6 +22,7 @@ from stepdown.transformations.algebraic.accumulate_into_contractions import Accu
 from stepdown.transformations.algebraic.fold_scales import FoldScales
 from stepdown.transformations.algebraic.recompute import Recompute
 from stepdown.transformations.algebraic.remove_dead_work import RemoveDeadWork
+from stepdown.transformations.algebraic.stack_projections import StackProjections
 from stepdown.transformations.canonical_form import validate
 from stepdown.transformations.fusion.fuse_row_operators import FuseRowOperators
 from stepdown.transformations.training_graph import TrainingGraph
@@ -31,6 +32,7 @@ from tests.transformations.test_differentiate import compare_layer
 from .cases import LAYERS, Pass, draw_graph, names, same_training, same_values
 
 PASSES: dict[str, Pass] = {
+    "stack-projections": StackProjections().apply,
     "remove-dead-work": RemoveDeadWork().apply,
     "fold-scales": FoldScales().apply,
     "accumulate-into-contractions": AccumulateIntoContractions().apply,
