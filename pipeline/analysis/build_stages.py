@@ -5,8 +5,9 @@ Dimension legend: B batch, S query position, T key position, H head, P head size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from stepdown.models.errors import OptionError
@@ -48,22 +49,28 @@ def canonical_stages(build: BuildFolder) -> tuple[str, ...]:
 
 
 def analyze_stage(
-    build: BuildFolder, name: str | None, sizes: Sizes, times: MeasuredTimes | None = None
+    build: BuildFolder,
+    name: str | None,
+    sizes: Sizes,
+    times: MeasuredTimes | None = None,
+    load: Callable[[str], TrainingGraph] | None = None,
 ) -> tuple[str, Analysis]:
     """The analysis of stage ``name``, by default of the last one in canonical form, and the stage's name.
 
+    :param load: gives the graphs of a stage; one that remembers them saves time where several stages are analyzed.
     :raises OptionError: when the stage is unknown or left no graph, or none is in canonical form.
     """
     before = canonical_stages(build)
     if not before:
         raise OptionError(f'"{build.path}" holds no graph in canonical form; accepted is a build with one.')
     chosen = name or before[-1]
-    graph = load_stage(build, chosen)
+    read = load or partial(load_stage, build)
+    graph = read(chosen)
     if chosen in before:
         return chosen, analyze(graph, sizes, times=times)
     names = build.stage_names
     (*_, last) = (stage for stage in before if names.index(stage) < names.index(chosen))
-    return chosen, analyze(graph, sizes, canonical=load_stage(build, last), times=times)
+    return chosen, analyze(graph, sizes, canonical=read(last), times=times)
 
 
 @dataclass(frozen=True)

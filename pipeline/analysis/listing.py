@@ -47,6 +47,34 @@ class NodeRecord:
         return {name: value for name, value in asdict(self).items() if name not in ("state", "node")}
 
 
+@dataclass(frozen=True)
+class EdgeRecord:
+    """What an edge of an outermost state moves.
+
+    ``ends`` are the number of its source and the connector there, and those of its destination.
+    """
+
+    state: int
+    ends: tuple[int, str | None, int, str | None]
+    bytes_moved: Number
+
+
+def list_edges(sdfg: SDFG, sizes: Mapping[str, int | None] | None = None) -> list[EdgeRecord]:
+    """The edges outside maps that move something.
+
+    :param sizes: evaluates bytes; what it leaves open stays text in B and S.
+    """
+    records = []
+    for number, state in enumerate(sdfg.states()):
+        scopes = state.scope_dict()
+        for edge in state.edges():
+            outside = scopes[edge.dst] is None and (scopes[edge.src] is None or isinstance(edge.src, nodes.ExitNode))
+            if outside and not edge.data.is_empty():
+                ends = (state.node_id(edge.src), edge.src_conn, state.node_id(edge.dst), edge.dst_conn)
+                records.append(EdgeRecord(number, ends, as_number(_bytes(sdfg, edge.data), sizes)))
+    return records
+
+
 def list_nodes(sdfg: SDFG, sizes: Mapping[str, int | None] | None = None) -> list[NodeRecord]:
     """The nodes of ``sdfg`` in an order in which they may run; what is inside maps and nested SDFGs belongs to those.
 

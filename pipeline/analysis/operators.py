@@ -187,6 +187,14 @@ def ratio(value: Number | None, of: Number | None) -> float | None:
     return value / of
 
 
+def by_bytes(records: Iterable[OperatorRecord]) -> list[OperatorRecord]:
+    """The operators that move most first; as they come where the sizes leave that open."""
+    listed = list(records)
+    if any(isinstance(record.bytes_moved, str) for record in listed):
+        return listed
+    return sorted(listed, key=lambda record: -float(record.bytes_moved))
+
+
 def _record(
     operator: OperatorCounts, kernels: tuple[KernelRecord, ...], sizes: Sizes, times: MeasuredTimes | None
 ) -> OperatorRecord:

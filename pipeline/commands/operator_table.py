@@ -10,19 +10,11 @@ from rich.text import Text
 
 from stepdown.pipeline.analysis.build_stages import OperatorChange, StageDifference
 from stepdown.pipeline.analysis.expressions import Number
-from stepdown.pipeline.analysis.operators import Analysis, OperatorRecord, Total, ratio
+from stepdown.pipeline.analysis.operators import Analysis, Total, by_bytes, ratio
 from stepdown.pipeline.report import duration, quantity
 
 SHOWN = {"kernels": "", "operators": "", "flop": "flop", "words": "", "bytes_moved": "B", "kept_bytes": "B"}
 HEADINGS = {"bytes_moved": "bytes moved", "kept_bytes": "bytes kept"}
-
-
-def by_bytes(records: Iterable[OperatorRecord]) -> list[OperatorRecord]:
-    """The operators that move most first; as they come where the sizes leave that open."""
-    listed = list(records)
-    if any(isinstance(record.bytes_moved, str) for record in listed):
-        return listed
-    return sorted(listed, key=lambda record: -float(record.bytes_moved))
 
 
 def operator_table(analysis: Analysis, title: str) -> RenderableType:

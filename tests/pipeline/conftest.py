@@ -12,6 +12,7 @@ from dace.sdfg import SDFG
 from stepdown.models.definition import EncoderLayer
 from stepdown.models.operators.contraction import Contraction
 from stepdown.pipeline import CompiledLayer, compile_layer
+from stepdown.pipeline.build_folder import BuildFolder, read_build
 
 KEY = "0123456789abcdef" * 4
 
@@ -115,6 +116,12 @@ def built_layer(session_cache: Path, strict_dace_session: None) -> CompiledLayer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return compile_layer(definition, optimize="light")
+
+
+@pytest.fixture(scope="session")
+def stages_build(session_cache: Path, strict_dace_session: None) -> BuildFolder:
+    """Every stage of a small layer with symbolic sizes, every pass on, without libraries."""
+    return read_build(compile_layer(EncoderLayer(embed=32, heads=4, ffn=64), build=False).path)
 
 
 @pytest.fixture(scope="session")

@@ -6,15 +6,20 @@ import pickle
 import re
 import shutil
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from stepdown.models.errors import CanonicalFormError, OptionError
+from stepdown.pipeline.analysis.build_stages import analyze_stage
 from stepdown.pipeline.analysis.html import write_html
-from stepdown.pipeline.analysis.listing import list_nodes, load_graph
-from stepdown.pipeline.build_folder import read_build
+from stepdown.pipeline.analysis.listing import list_edges, list_nodes, load_graph
+from stepdown.pipeline.analysis.machine import MACHINES, MeasuredTimes
+from stepdown.pipeline.analysis.operators import by_bytes
+from stepdown.pipeline.build_folder import BuildFolder, read_build
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -161,20 +166,183 @@ def test_pages_replace_earlier_ones_and_nothing_else(pages: Path, hand_made_buil
     assert (other / "thesis.tex").read_text() == "keep me"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
-@pytest.mark.slow
-def test_a_browser_draws_a_graph_from_disk_without_a_network(pages: Path, tmp_path: Path) -> None:
-    page = pages / "stages" / "01-differentiate.backward.html"
+# ---- operators, charts, groups ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layer_pages(stages_build: BuildFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages of a real layer, every stage."""
+    return write_html(stages_build, tmp_path_factory.mktemp("layer") / "html", batch=2, seq=16).parent
+
+
+def charts(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg xmlns.*?</svg>", text)]
+
+
+def test_the_index_has_every_stage_with_its_operators(layer_pages: Path, stages_build: BuildFolder) -> None:
+    text = (layer_pages / "index.html").read_text()
+    assert re.findall(r'class="analysis" data-stage="(\w+)"', text) == list(stages_build.stage_names)
+    assert len(charts(text)) == 1 + 2 * len(stages_build.stage_names)
+    assert 'data-chosen="layout"' in text
+    assert "fuse-attention" in text
+
+
+def test_operators_are_sorted_by_bytes(layer_pages: Path) -> None:
+    text = (layer_pages / "index.html").read_text()
+    for section in text.split('class="analysis"')[1:]:
+        rows = section.split("<tbody>")[1].split("</tbody>")[0].split("</tr>")[:-1]
+        moved = [float(re.findall(r'data-value="([^"]*)"', row)[3]) for row in rows]
+        assert moved == sorted(moved, reverse=True)
+
+
+def test_groups_are_listed_with_their_operators(layer_pages: Path) -> None:
+    text = (layer_pages / "index.html").read_text().replace("<wbr>", "")
+    (fused,) = [section for section in text.split('class="analysis"') if section.startswith(' data-stage="fuse"')]
+    groups = fused.split('class="groups"')[1]
+    assert "TiledGroup" in groups
+    assert re.search(r"Softmax</span> attention_weights", groups)
+    (parsed,) = [section for section in text.split('class="analysis"') if section.startswith(' data-stage="parse"')]
+    assert "No groups" in parsed
+
+
+def test_symbolic_pages_have_no_charts(pages: Path, hand_made_build: Path, tmp_path: Path) -> None:
+    write_html(read_build(hand_made_build), tmp_path / "symbolic")
+    text = (tmp_path / "symbolic" / "index.html").read_text()
+    assert not charts(text)
+    assert "Charts need numbers" in text
+    assert charts((pages / "index.html").read_text())
+
+
+def test_times_are_shown(hand_made_build: Path, tmp_path: Path) -> None:
+    times = MeasuredTimes(MACHINES["v100"], {"forward": {"project": 2e-6}, "backward": {"project": 2e-6}})
+    write_html(read_build(hand_made_build), tmp_path / "timed", batch=2, seq=3, times=times)
+    text = (tmp_path / "timed" / "index.html").read_text()
+    assert ">MUE</th>" in text
+    assert "time, measured" in text
+    assert "flop/s, measured" in text
+
+
+def test_edges_carry_bytes(pages: Path) -> None:
+    graph = saved_graph(pages / "stages" / "00-parse.forward.html")
+    moved = [edge["attributes"]["data"]["attributes"]["stepdown_bytes"] for edge in graph["nodes"][0]["edges"]]
+    assert sorted(moved) == [16 * 6, 128, 32 * 6]
+
+
+def test_edges_are_listed_outside_maps(stage_graphs: Path) -> None:
+    lowered = load_graph(stage_graphs / "00-parse.forward.sdfgz")
+    assert [edge.bytes_moved for edge in list_edges(lowered)] == ["16*B*S", 128, "32*B*S"]
+    lowered.expand_library_nodes()
+    assert {edge.bytes_moved for edge in list_edges(lowered, {"B": 2, "S": 3})} == {96, 128, 192}
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
+
+
+def browse(page: Path, tmp_path: Path, actions: str = "") -> str:
+    """What a browser without a network makes of ``page``, after the script ``actions`` ran in it."""
+    shown = page.with_name(f"acted-{page.name}")
+    script = f"<script>window.addEventListener('load', () => {{ {actions} }});</script>"
+    shown.write_text(page.read_text().replace("</body>", f"{script}</body>"))
     command = [
         str(CHROMIUM),
         *BROWSER,
         *OFFLINE,
         f"--user-data-dir={tmp_path / 'profile'}",
         "--dump-dom",
-        page.as_uri(),
+        shown.as_uri(),
     ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_draws_a_graph_from_disk_without_a_network(pages: Path, tmp_path: Path) -> None:
+    dom = browse(pages / "stages" / "01-differentiate.backward.html", tmp_path)
     assert 'data-shown="1"' in dom  # one state in the graph that the viewer laid out
+    assert 'data-edges="3"' in dom
     assert "<canvas" in dom
     assert dom.count('<svg class="icon"') >= 8
     assert ">fit_screen<" not in dom
+
+
+COLOURS = """
+const count = () => {
+    const canvas = Array.from(document.querySelectorAll("canvas")).sort((a, b) => b.width - a.width)[0];
+    const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    let hot = 0;
+    for (let i = 0; i < data.length; i += 4) {
+        hot += data[i] > 200 && data[i + 1] < 60 && data[i + 2] < 60;
+    }
+    return hot;
+};
+const wait = setInterval(() => {
+    if (document.body.dataset.shown) {
+        clearInterval(wait);
+        setTimeout(() => {
+            document.body.dataset.hot = count();
+            document.getElementById("bytes").click();
+            setTimeout(() => { document.body.dataset.cold = count(); }, 600);
+        }, 600);
+    }
+}, 100);
+"""
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_heats_the_edges_and_stops_when_told(layer_pages: Path, tmp_path: Path) -> None:
+    dom = browse(layer_pages / "stages" / "03-fuse.backward.html", tmp_path, COLOURS)
+    (hot,) = re.findall(r'data-hot="(\d+)"', dom)
+    (cold,) = re.findall(r'data-cold="(\d+)"', dom)
+    assert int(hot) > 100, "the edges that move most are red"
+    assert int(cold) == 0
+
+
+CLICKS = """
+const out = {};
+const section = () => document.querySelector(".analysis:not([hidden])");
+const first = () => section().querySelector("table.operators tbody tr td").textContent;
+const headings = () => Array.from(section().querySelectorAll("table.operators th"));
+const column = (name) => headings().find((heading) => heading.textContent === name);
+out.stage = section().dataset.stage;
+out.byBytes = first();
+column("flop").click();
+out.byFlop = first();
+column("flop").click();
+out.byLeastFlop = first();
+column("operator").click();
+out.byName = first();
+const chooser = document.getElementById("stage");
+chooser.value = "parse";
+chooser.dispatchEvent(new Event("change"));
+out.chosen = section().dataset.stage;
+out.visible = document.querySelectorAll(".analysis:not([hidden])").length;
+const link = document.querySelector('a[data-stage="differentiate"][href*="backward"]');
+link.click();
+out.clicked = section().dataset.stage;
+out.title = document.getElementById("shown").textContent;
+out.width = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+out.charts = section().querySelectorAll("svg").length;
+document.body.dataset.out = JSON.stringify(out);
+"""
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_clicks_through_the_index(layer_pages: Path, stages_build: BuildFolder, tmp_path: Path) -> None:
+    dom = browse(layer_pages / "index.html", tmp_path, CLICKS)
+    (text,) = re.findall(r'data-out="([^"]*)"', dom)
+    out = json.loads(unescape(text))
+    _, analysis = analyze_stage(stages_build, "layout", {"B": 2, "S": 16})
+    names = [record.name for record in by_bytes(analysis.operators)]
+    by_flop = {record.name: float(record.flop) for record in analysis.operators}
+    assert out["stage"] == "layout"
+    assert out["byBytes"] == names[0]
+    assert by_flop[out["byFlop"]] == max(by_flop.values())
+    assert by_flop[out["byLeastFlop"]] == min(by_flop.values())
+    assert out["byName"] == min(names)
+    assert (out["chosen"], out["visible"], out["clicked"]) == ("parse", 1, "differentiate")
+    assert out["title"] == "Graph: differentiate, backward"
+    assert out["charts"] == 2

@@ -27,6 +27,7 @@ document.addEventListener("DOMContentLoaded", () => {
             const renderer = viewer.renderer;
             if (renderer && renderer.graph && renderer.graph.nodes().length && renderer.canvas_manager) {
                 clearInterval(waiting);
+                showHeat(renderer);
                 setTimeout(() => showTop(renderer), 200);
                 // Again, in case the canvas got its final size, which empties it, only after the first time.
                 setTimeout(() => {
