@@ -100,7 +100,7 @@ def test_a_broken_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         (V3, "x86-64-v3"),
         (f"{V3} avx512f avx512vl", "x86-64-v3"),
         (V4, "x86-64-v4"),
-        (" ".join(set(V4.split()) - {"popcnt"}), "generic"),
+        (V4.replace("popcnt ", ""), "generic"),
     ],
 )
 def test_the_instruction_set_is_the_highest_complete_level(flags: str, isa: str) -> None:
