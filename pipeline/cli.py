@@ -37,6 +37,8 @@ COMMANDS = {
     "inspect": Command("inspect_command", "Show what each stage did to a layer."),
     "verify": Command("verify_command", "Check output and gradients against float64."),
     "compare": Command("compare_command", "Time a layer beside PyTorch's, in one run."),
+    "ablate": Command("ablate_command", "Time a layer with each optional pass switched off in turn."),
+    "report": Command("report_command", "Count a training step after every pass, beside counts by hand."),
     "train": Command("train_command", "Train a masked language model on a text."),
     "cache": Command("cache_app", "List, remove and clear cached builds."),
 }

@@ -143,7 +143,7 @@ def compare_layer(
             raise OptionError(f'"{what}" is {value}; accepted is a positive integer.')
     kind = resolve_dtype(dtype)
     reference = ReferenceEncoderLayer(layer).to(kind.torch)
-    _spread_weights(reference)
+    spread_weights(reference)
     x, gradient = (torch.randn(batch, seq, layer.embed).to(kind.torch) for _ in range(2))
     modules: dict[str, nn.Module] = {}
     report(f"compiling {name}")
@@ -157,20 +157,21 @@ def compare_layer(
     for implementation, module in modules.items():
         report(f"checking {implementation}")
         measured.append(_check(implementation, module, x, gradient, expected))
-    _measure(measured, modules, x, gradient, repeats, report)
+    measure_interleaved(measured, modules, x, gradient, repeats, report)
     return Comparison(name, layer, batch, seq, kind, torch.get_num_threads(), tuple(measured))
 
 
 def step_count(against: Sequence[str], repeats: int) -> int:
     """How often :func:`compare_layer` calls ``report``."""
-    return 2 + len(check_baselines(against)) + _WARM_UP + repeats
+    return 2 + len(check_baselines(against)) + WARM_UP + repeats
 
 
-_WARM_UP = 2
+WARM_UP = 2
+"""Repetitions before the measured ones."""
 
 
 @torch.no_grad()
-def _spread_weights(module: nn.Module) -> None:
+def spread_weights(module: nn.Module) -> None:
     """Weights at fan-in scale and biases that are not zero, so that every gradient has something to say."""
     for parameter in module.parameters():
         if parameter.dim() == 2:
@@ -195,7 +196,7 @@ def _check(
     try:
         output, gradients = _evaluate(module, x, gradient)
         module.train()
-        kept = _kept_bytes(module, x)
+        kept = kept_bytes_of(module, x)
     except RuntimeError as error:
         if not implementation.startswith("compile"):
             raise
@@ -227,7 +228,7 @@ def _relative(value: Tensor, expected: Tensor) -> float:
     return float((value - expected).norm() / expected.norm())
 
 
-def _kept_bytes(module: nn.Module, x: Tensor) -> int:
+def kept_bytes_of(module: nn.Module, x: Tensor) -> int:
     """Bytes of the distinct storages that one forward call saves for its backward pass, parameters excepted."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     saved: dict[int, int] = {}
@@ -245,7 +246,7 @@ def _kept_bytes(module: nn.Module, x: Tensor) -> int:
     return sum(saved.values())
 
 
-def _measure(
+def measure_interleaved(
     measured: Sequence[Measured],
     modules: dict[str, nn.Module],
     x: Tensor,
@@ -253,19 +254,23 @@ def _measure(
     repeats: int,
     report: Report,
 ) -> None:
-    """Fills in the seconds of every repetition."""
+    """Fills in the seconds of every repetition, after :data:`WARM_UP` that are not measured.
+
+    :param measured: each names a module of ``modules``.
+    :param report: called with a word before each repetition.
+    """
     for module in modules.values():
         module.train()
     x = x.clone().requires_grad_()
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for repetition in range(_WARM_UP + repeats):
-            report("measuring" if repetition >= _WARM_UP else "warming up")
+        for repetition in range(WARM_UP + repeats):
+            report("measuring" if repetition >= WARM_UP else "warming up")
             start = repetition % len(measured)
             for one in (*measured[start:], *measured[:start]):
-                forward, both = _time_once(modules[one.implementation], x, gradient)
-                if repetition >= _WARM_UP:
+                forward, both = time_once(modules[one.implementation], x, gradient)
+                if repetition >= WARM_UP:
                     one.seconds["forward"].append(forward)
                     one.seconds["forward+backward"].append(both)
     finally:
@@ -273,7 +278,7 @@ def _measure(
             gc.enable()
 
 
-def _time_once(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float]:
+def time_once(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float]:
     """Seconds of a forward call, and of it together with its backward pass."""
     module.zero_grad(set_to_none=True)
     x.grad = None

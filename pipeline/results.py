@@ -132,8 +132,6 @@ def read_rows(path: Path) -> list[Row]:
 def save_rows(path: Path, rows: Iterable[Row]) -> None:
     """Puts ``rows`` into ``path``, in place of those with the same identity; what else is there stays.
 
-    The file is replaced at once, so that an interrupt never leaves half of it.
-
     :raises OptionError: when the file is there and holds something else, or has another ending.
     """
     check_suffix(path)
@@ -142,6 +140,11 @@ def save_rows(path: Path, rows: Iterable[Row]) -> None:
     entries = [asdict(row) for row in merged.values()]
     text = json.dumps(entries, indent=1, ensure_ascii=False) + "\n" if path.suffix == ".json" else _format_csv(entries)
     path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Put ``text`` into ``path`` at once, so that an interrupt never leaves half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     temporary = Path(name)
     try:

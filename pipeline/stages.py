@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -239,16 +239,18 @@ def run_stages(
     compilation: Compilation,
     progress: Callable[[str], None] = lambda name: None,
     finished: Callable[[StageRecord], None] = lambda record: None,
+    stages: Sequence[Stage] | None = None,
 ) -> None:
     """Run every stage, validate after every pass, and record what happened.
 
     :param progress: called with the name of each stage that begins.
     :param finished: called with the record of each stage that ended; later stages may change its graph.
+    :param stages: the first of :data:`STAGES` to run instead of all.
     :raises OptionError: before anything runs, when a pass that is to be left out is not an optional one.
     :raises CanonicalFormError: when a pass breaks the canonical form.
     """
     refuse_other_passes(compilation.disable)
-    for stage in STAGES:
+    for stage in STAGES if stages is None else stages:
         progress(stage.name)
         passes: list[PassRecord] = []
         for name, run in stage.passes:

@@ -17,12 +17,16 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import resolve_dtype
 from stepdown.models.errors import CacheError, DefinitionError, OptionError
 from stepdown.models.presets import PRESETS, bert_tiny
+from stepdown.pipeline.ablation import Ablation, Variant
+from stepdown.pipeline.account import Account
 from stepdown.pipeline.build_folder import read_build
 from stepdown.pipeline.cache import BuildCache
 from stepdown.pipeline.cli import COMMANDS, app
+from stepdown.pipeline.commands import ablate as ablate_module
 from stepdown.pipeline.commands import cache as cache_commands
 from stepdown.pipeline.commands import compare as compare_module
 from stepdown.pipeline.commands import compile as compile_module
+from stepdown.pipeline.commands import report as report_module
 from stepdown.pipeline.commands import train as train_module
 from stepdown.pipeline.commands import verify as verify_module
 from stepdown.pipeline.commands.fields import field_options, parameter_help
@@ -383,6 +387,58 @@ def test_compare_shows_and_saves_what_was_measured(monkeypatch: pytest.MonkeyPat
     printed = json.loads(call(*arguments, "--json").stdout)
     assert [row["median"] for row in printed] == [2, 6, 4, 5]
     assert [row.median for row in read_rows(tmp_path / "rows.csv")] == [2, 6, 4, 5]
+
+
+def test_ablate_shows_and_saves_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def measure(name: str, layer: EncoderLayer, **options: Any) -> Ablation:
+        options["report"]("measuring")
+        asked.append(options)
+        counts = {"words": 2_000_000, "kept_bytes": 4_000_000, "kernels": 9}
+        full = Measured("every pass", {"forward": [0.002] * 3, "forward+backward": [0.006] * 3})
+        less = Measured("without x", {"forward": [0.003] * 3, "forward+backward": [0.009] * 3})
+        variants = (Variant("every pass", (), counts, full), Variant("without x", ("x",), counts, less))
+        return Ablation(name, layer, options["batch"], options["seq"], "float32", 2, variants)
+
+    monkeypatch.setattr(ablate_module, "ablate_layer", measure)
+    arguments = ["ablate", "bert-tiny", "--batch", "3", "--seq", "7"]
+    result = call(*arguments, "--out", str(tmp_path / "rows.csv"))
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "every pass 2 ms ± 0 µs 6 ms ± 0 µs 2.00 M 4.00 MB 9" in lines
+    assert "without x 3 ms ± 0 µs 1.50 9 ms ± 0 µs 1.50 2.00 M 4.00 MB 9" in lines
+    rows = read_rows(tmp_path / "rows.csv")
+    assert [row.values["against_every_pass"] for row in rows] == [1, 1, 1.5, 1.5]
+    assert asked[0]["passes"] is None
+    call(*arguments, "--pass", "recompute", "--pass", "fold-scales", "--json")
+    assert asked[1]["passes"] == ["recompute", "fold-scales"]
+
+
+def test_ablate_and_report_refuse_in_one_sentence(tmp_path: Path) -> None:
+    asked = call("ablate", "bert-tiny", "--pass", "lower-operators")
+    assert '"lower-operators" cannot be switched off' in refused(asked)
+    assert "neither JSON nor CSV" in refused(call("ablate", "bert-tiny", "--out", tmp_path / "rows.txt"))
+    assert '"threads" is 0' in refused(call("ablate", "bert-tiny", "--threads", "0"))
+    assert 'machine "abacus" is unknown' in refused(call("report", "bert-tiny", "--machine", "abacus"))
+    assert '"seq" is 0' in refused(call("report", "bert-tiny", "--seq", "0"))
+
+
+def test_report_writes_tables_and_fills_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def count(name: str, layer: EncoderLayer, **options: Any) -> Account:
+        options["progress"]("counting")
+        rows = [{"layer": name, "after pass": "fuse", "Mwords": 1.5}]
+        return Account(name, options["batch"], options["seq"], "float32", {"words_by_pass": rows}, {"bars": "<svg/>"})
+
+    monkeypatch.setattr(report_module, "account_for", count)
+    page = "<!-- table: results/words_by_pass.csv | columns: after pass, Mwords -->\n<!-- /table -->\n"
+    (tmp_path / "README.md").write_text(page)
+    result = call("report", "bert-tiny", "--batch", "2", "--seq", "8", "--out", tmp_path / "results")
+    assert result.exit_code == 0, result.output
+    assert "Words moved by a training step after every pass" in result.stdout
+    assert (tmp_path / "results" / "bars.svg").read_text() == "<svg/>\n"
+    assert "| fuse | 1.5 |" in (tmp_path / "README.md").read_text()
+    assert json.loads(call("report", "bert-tiny", "--json").stdout)["words_by_pass"][0]["Mwords"] == 1.5
 
 
 def test_train_makes_options_of_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_kept_bytes_are_distinct_storages_without_parameters() -> None:
             y = x * self.weight  # keeps x and, not counted, the weight
             return y * y  # keeps y, once
 
-    assert compare._kept_bytes(Square(), torch.ones(6)) == 2 * 6 * 4
+    assert compare.kept_bytes_of(Square(), torch.ones(6)) == 2 * 6 * 4
 
 
 def test_torch_compile_that_fails_is_one_sentence(

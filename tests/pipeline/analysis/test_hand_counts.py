@@ -14,6 +14,7 @@ from stepdown.pipeline.analysis.hand_counts import (
     BY_OPERATOR,
     FUSED_ATTENTION,
     HAND_COUNTS,
+    PAPER_FORWARD,
     PAPER_GROUPS,
     HandKernel,
     compare_with_hand,
@@ -69,6 +70,13 @@ def test_contractions_by_hand_are_the_papers(name: str, words_in: float, words_o
     whole = kernel.words(SIZES)
     out = HandKernel(name, "forward", "", kernel.writes, ()).words(SIZES)
     assert (round((whole - out) / 1e6, 2), round(out / 1e6, 2)) == (words_in, words_out)
+
+
+def test_the_papers_forward_pass_is_the_papers_to_the_digit() -> None:
+    """524.3 million words: operator by operator, softmax and its dropout in one kernel, masks written."""
+    assert million(total_words(PAPER_FORWARD, SIZES)) == 524.3
+    (softmax,) = [kernel for kernel in PAPER_FORWARD if kernel.name == "softmax, dropout"]
+    assert (round(softmax.words_in(SIZES) / 1e6, 2), round(softmax.words_out(SIZES) / 1e6, 2)) == (33.55, 100.66)
 
 
 @pytest.mark.parametrize("kernels", HAND_COUNTS.values(), ids=list(HAND_COUNTS))
