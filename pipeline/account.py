@@ -397,7 +397,7 @@ def _charts(
             for one in passes
             if one.counts.backward is not None
         ]
-        title = f"Words moved by a training step after every pass: {where}, {variant}"
+        title = f"Words moved after every pass: {where}, {variant}"
         charts[f"words_by_pass_{'unfused' if variant == UNFUSED else 'fused'}"] = bar_chart(
             title, bars, DIRECTIONS, "words", note=f"{RULE[0].upper()}{RULE[1:]}."
         )

@@ -37,15 +37,15 @@ class Bar:
 def bar_chart(
     title: str, bars: Sequence[Bar], parts: Sequence[str], unit: str, *, note: str = "", baseline: bool = True
 ) -> str:
-    """Horizontal bars, each of stacked parts, with the sum behind it and in percent of the first one that is compared.
+    """Horizontal bars, each of stacked parts, with the sum behind it.
 
     :param parts: names of the parts, for the legend.
     :param unit: of the lengths.
-    :param baseline: whether to say each bar's percentage of the longest one.
+    :param baseline: whether to say each sum in percent of the first one, too.
     """
     left = 12 + _CHARACTER * max(len(bar.label) for bar in bars)
     right, row, top = 150.0, 24, 58
-    longest = max(sum(bar.parts) for bar in bars) or 1.0
+    first, longest = sum(bars[0].parts), max(sum(bar.parts) for bar in bars) or 1.0
     scale = (_WIDTH - left - right) / longest
     body = []
     for number, bar in enumerate(bars):
@@ -57,7 +57,7 @@ def bar_chart(
             body.append(_rect(x, y, width, 16, colour, f"{bar.label}, {name}: {quantity(length, unit)}"))
             x += width
         total = sum(bar.parts)
-        share = f"  {100 * total / longest:.0f} %" if baseline else ""
+        share = f", {100 * total / first:.0f} %" if baseline and first else ""
         body.append(_text(x + 6, y + 12, f"{quantity(total, unit)}{share}", colour="#444"))
     height = top + row * len(bars) + (26 if note else 8)
     if note:

@@ -32,7 +32,12 @@ BROWSER = [
     "--disable-component-update",
 ]
 # Every host name fails, so that a page that needs the network cannot pass.
-OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--enable-unsafe-swiftshader"]
+OFFLINE = [
+    "--window-size=1500,1000",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--virtual-time-budget=20000",
+    "--enable-unsafe-swiftshader",
+]
 
 
 class Links(HTMLParser):
@@ -274,18 +279,27 @@ const count = () => {
     const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     let hot = 0;
     for (let i = 0; i < data.length; i += 4) {
-        hot += data[i] > 200 && data[i + 1] < 60 && data[i + 2] < 60;
+        hot += data[i] > 200 && data[i + 1] < 130 && data[i + 2] < 60;
     }
     return hot;
+};
+// Frames come when the browser likes: what is asked for is awaited, for a while.
+const until = (wanted, done, tries = 30) => {
+    const hot = count();
+    if (wanted(hot) || !tries) {
+        done(hot);
+    } else {
+        setTimeout(() => until(wanted, done, tries - 1), 200);
+    }
 };
 const wait = setInterval(() => {
     if (document.body.dataset.shown) {
         clearInterval(wait);
-        setTimeout(() => {
-            document.body.dataset.hot = count();
+        until((hot) => hot > 100, (hot) => {
+            document.body.dataset.hot = hot;
             document.getElementById("bytes").click();
-            setTimeout(() => { document.body.dataset.cold = count(); }, 600);
-        }, 600);
+            until((cold) => cold === 0, (cold) => { document.body.dataset.cold = cold; });
+        });
     }
 }, 100);
 """
@@ -297,8 +311,8 @@ def test_a_browser_heats_the_edges_and_stops_when_told(layer_pages: Path, tmp_pa
     dom = browse(layer_pages / "stages" / "03-fuse.backward.html", tmp_path, COLOURS)
     (hot,) = re.findall(r'data-hot="(\d+)"', dom)
     (cold,) = re.findall(r'data-cold="(\d+)"', dom)
-    assert int(hot) > 100, "the edges that move most are red"
-    assert int(cold) == 0
+    assert int(hot) > 100, "edges that move much are red and orange"
+    assert int(cold) == 0, hot
 
 
 CLICKS = """

@@ -34,10 +34,17 @@ def test_bars_have_the_lengths_of_their_numbers() -> None:
     assert [width / widths[0] for width in widths] == pytest.approx([1, 1 / 3, 1 / 6, 1 / 2], rel=0.01)
     assert [rect.get("fill") for rect in bars] == [*PART_COLOURS[:2]] * 2
     texts = [text.text for text in shapes(svg, "text")]
-    assert {"a & b", "one", "two", "40 B  100 %", "20 B  50 %", "<n>"} <= set(texts)
+    assert {"a & b", "one", "two", "40 B, 100 %", "20 B, 50 %", "<n>"} <= set(texts)
     assert "40 B" in {
         t.text for t in shapes(bar_chart("t", [Bar("one", (40.0,))], ("x",), "B", baseline=False), "text")
     }
+
+
+def test_percentages_are_of_the_first_bar() -> None:
+    texts = {
+        text.text for text in shapes(bar_chart("t", [Bar("one", (10.0,)), Bar("two", (20.0,))], ("x",), "B"), "text")
+    }
+    assert {"10 B, 100 %", "20 B, 200 %"} <= texts
 
 
 def test_classes_are_shares(analysis: Analysis) -> None:
