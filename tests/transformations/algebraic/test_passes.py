@@ -123,9 +123,7 @@ def test_words_moved_by_bert_large(make_graph: MakeGraph) -> None:
     ("layer", "share", "disable"),
     [
         ("paper", 0.8, ()),
-        ("paper", 0.71, ("fuse-attention",)),
         ("bert", None, ("fuse-attention",)),
-        ("no biases, no dropout", None, ()),
     ],
     ids=str,
 )
