@@ -39,7 +39,7 @@ def change(build: Path, **entries: Any) -> None:
 
 def argument(name: str = "t", role: str = "workspace", shape: tuple[str, ...] = ("B", "S"), **more: Any) -> Argument:
     strides = tuple(("*".join(shape[i + 1 :])) or "1" for i in range(len(shape)))
-    return Argument(name, role, "float32", shape, strides, None, None, more.get("bytes"), None)
+    return Argument(name, role, "float32", shape, strides, (), None, more.get("bytes"), None)
 
 
 def test_a_build_is_loaded_once(build32: FakeBuild) -> None:
@@ -174,7 +174,7 @@ def test_sizes() -> None:
 
 
 def test_bytes_cover_the_strides() -> None:
-    padded = Argument("a", "kept", "float64", ("B", "3"), ("16", "1"), None, None, "8*3*B", None)
+    padded = Argument("a", "kept", "float64", ("B", "3"), ("16", "1"), (), None, "8*3*B", None)
     assert SizeTable([padded]).at(4, 1)["a"].bytes == (3 * 16 + 3) * 8
 
 
