@@ -196,7 +196,8 @@ class StepdownLayer(nn.Module):
                 )
         slots = self.__dict__["_slots"]
         try:
-            return [values[name] for values, name, _ in slots]
+            # Asked anew: torch.export puts another dictionary in place and then the first one back.
+            return [module._parameters[name] for _, name, module in slots]
         except KeyError:  # torch.nn.utils.parametrize computes it instead
             return [getattr(module, name, None) for _, name, module in slots]
 

@@ -586,3 +586,11 @@ def test_python_runs_on_during_a_call(make_build: BuildFactory) -> None:
         turns += 1
         time.sleep(0.001)
     assert turns > 15  # a call holding the lock would let this thread have one turn between two calls
+
+
+def test_a_refused_export_leaves_the_layer_as_it_was(build32: FakeBuild) -> None:
+    layer, x = build32.layer().eval(), torch.randn(2, 3, 8)
+    before = layer(x)
+    with pytest.raises(Exception, match=r"compiled layer|FakeTensor"):
+        torch.export.export(layer, (x,))
+    assert torch.equal(layer(x), before)
