@@ -105,8 +105,9 @@ def test_a_system_error_keeps_its_words_only(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_interrupt_is_130(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from stepdown.pipeline import cli\n"
+        "import signal, sys, time; from stepdown.pipeline import cli\n"
         "from stepdown.pipeline.cache import BuildCache\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "def wait(self): print('waiting', flush=True); time.sleep(60)\n"
         "BuildCache.list = wait; sys.argv = ['stepdown', 'cache', 'list']; cli.main()"
     )

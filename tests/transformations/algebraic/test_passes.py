@@ -107,15 +107,18 @@ def test_no_pass_moves_more_bytes(name: str, layer: str, make_graph: MakeGraph) 
     assert kept[1] <= kept[0]
 
 
-def test_words_moved_by_bert_large(make_graph: MakeGraph) -> None:
-    """The paper's layer at B=8, S=512, attention operator by operator: 36% less than 1,384 million words."""
+@pytest.mark.parametrize(
+    ("left_out", "words", "kernels"), [("stack-projections", 889_266_200, 38), ("", 855_711_768, 28)]
+)
+def test_words_moved_by_bert_large(left_out: str, words: int, kernels: int, make_graph: MakeGraph) -> None:
+    """The paper's layer at B=8, S=512, attention operator by operator: 36% and 38% less than 1,384 million words."""
     definition = EncoderLayer(embed=1024, heads=16, ffn=4096, activation="relu", activation_dropout=0.1)
     graph = make_graph(definition).copy()
-    for apply in (*PASSES.values(), FuseRowOperators().apply):
+    for apply in (*(own for name, own in PASSES.items() if name != left_out), FuseRowOperators().apply):
         graph, _ = apply(graph)
     counted = count_graph(graph).total.at(8, 512)
-    assert counted["words_in"] + counted["words_out"] == 889_266_200
-    assert counted["kernels"] == 38
+    assert counted["words_in"] + counted["words_out"] == words
+    assert counted["kernels"] == kernels
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def build() -> SDFG:
     )
     state = sdfg.add_state_after(state, "rows")
     entry, exit_ = state.add_map("rows", {"row": f"0:{ROWS}"}, SEQUENTIAL)
-    nest(state, row_graph(sdfg), entry, exit_, {"i": dace.symbol("row", dace.int64)})
+    nest(state, row_graph(sdfg), [entry], [exit_], {"i": dace.symbol("row", dace.int64)})
     return sdfg
 
 
