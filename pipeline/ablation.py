@@ -8,7 +8,6 @@ Repetitions are interleaved as in :mod:`stepdown.pipeline.compare`: every varian
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +16,16 @@ from stepdown.models.definition import EncoderLayer
 from stepdown.models.dtypes import resolve_dtype
 from stepdown.models.errors import OptionError
 from stepdown.models.reference import ReferenceEncoderLayer
-from stepdown.pipeline.compare import WARM_UP, Measured, measure_interleaved, spread_weights
+from stepdown.pipeline.compare import (
+    WARM_UP,
+    Measured,
+    common_fields,
+    measure_interleaved,
+    spread_weights,
+    timed_row,
+)
 from stepdown.pipeline.compiler import CompiledLayer, compile_layer
-from stepdown.pipeline.results import Row, describe_device, installed_versions, rounded, spread_of, this_command, today
+from stepdown.pipeline.results import Row, rounded
 from stepdown.pipeline.stages import OPTIONAL_PASSES, refuse_other_passes
 
 EVERY_PASS = "every pass"
@@ -56,31 +62,12 @@ class Ablation:
 
     def rows(self) -> list[Row]:
         """One row for each variant and case."""
-        shape = {"B": self.batch, "S": self.seq, "E": self.layer.embed, "H": self.layer.heads, "U": self.layer.ffn}
-        common: dict[str, Any] = {
-            "name": self.name,
-            "device": describe_device(self.threads),
-            "versions": installed_versions(),
-            "shape": shape,
-            "dtype": self.dtype,
-            "date": today(),
-            "command": this_command(),
-        }
+        common = common_fields(self.name, self.layer, self.batch, self.seq, self.dtype, self.threads)
         rows = []
         for variant in self.variants:
-            for case, samples in variant.measured.seconds.items():
-                middle, spread = spread_of(samples)
-                rows.append(
-                    Row(
-                        case=case,
-                        implementation=variant.name,
-                        median=rounded(middle * 1e3),
-                        spread=rounded(spread * 1e3),
-                        repeats=len(samples),
-                        values={"against_every_pass": rounded(self.slowdown(variant, case)), **variant.counts},
-                        **common,
-                    )
-                )
+            for case, seconds in variant.measured.seconds.items():
+                values = {"against_every_pass": rounded(self.slowdown(variant, case)), **variant.counts}
+                rows.append(timed_row(variant.name, case, seconds, values, common))
         return rows
 
 

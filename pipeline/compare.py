@@ -9,7 +9,7 @@ evaluation mode, where no implementation drops anything.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,16 +66,7 @@ class Comparison:
 
     def rows(self) -> list[Row]:
         """One row for each implementation and case."""
-        shape = {"B": self.batch, "S": self.seq, "E": self.layer.embed, "H": self.layer.heads, "U": self.layer.ffn}
-        common: dict[str, Any] = {
-            "name": self.name,
-            "device": describe_device(self.threads),
-            "versions": installed_versions(),
-            "shape": shape,
-            "dtype": self.dtype.name,
-            "date": today(),
-            "command": this_command(),
-        }
+        common = common_fields(self.name, self.layer, self.batch, self.seq, self.dtype.name, self.threads)
         rows = []
         for one in self.measured:
             values = {
@@ -83,20 +74,37 @@ class Comparison:
                 "output_error": rounded(one.output_error),
                 "gradient_error": rounded(one.gradient_error),
             }
-            for case, samples in one.seconds.items():
-                middle, spread = spread_of(samples)
-                rows.append(
-                    Row(
-                        case=case,
-                        implementation=one.implementation,
-                        median=rounded(middle * 1e3),
-                        spread=rounded(spread * 1e3),
-                        repeats=len(samples),
-                        values=values,
-                        **common,
-                    )
-                )
+            rows += [timed_row(one.implementation, case, own, values, common) for case, own in one.seconds.items()]
         return rows
+
+
+def common_fields(name: str, layer: EncoderLayer, batch: int, seq: int, dtype: str, threads: int) -> dict[str, Any]:
+    """What all rows of one run have in common."""
+    return {
+        "name": name,
+        "device": describe_device(threads),
+        "versions": installed_versions(),
+        "shape": {"B": batch, "S": seq, "E": layer.embed, "H": layer.heads, "U": layer.ffn},
+        "dtype": dtype,
+        "date": today(),
+        "command": this_command(),
+    }
+
+
+def timed_row(
+    implementation: str, case: str, seconds: Sequence[float], values: Mapping[str, Any], common: Mapping[str, Any]
+) -> Row:
+    """A row of times in milliseconds: median and distance between the quartiles."""
+    middle, spread = spread_of(seconds)
+    return Row(
+        case=case,
+        implementation=implementation,
+        median=rounded(middle * 1e3),
+        spread=rounded(spread * 1e3),
+        repeats=len(seconds),
+        values=dict(values),
+        **common,
+    )
 
 
 def check_baselines(against: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import dace
 from dace.sdfg import SDFG, nodes
@@ -125,52 +125,21 @@ def differentiate_stage(compilation: Compilation) -> str:
     )
 
 
-def stack_projections(compilation: Compilation) -> str:
-    """Contractions of one input with several parameters -> one contraction with their stack."""
-    compilation.graph, what = StackProjections(compilation.stack).apply(_graph(compilation))
-    return what
+class GraphPass(Protocol):
+    """A pass over a training graph, with its options."""
+
+    def apply(self, graph: TrainingGraph) -> tuple[TrainingGraph, str]:
+        """The graph after it, and a line about what changed."""
 
 
-def remove_dead_work(compilation: Compilation) -> str:
-    """Operators without use, and copies -> nothing."""
-    compilation.graph, what = RemoveDeadWork().apply(_graph(compilation))
-    return what
+def _run(make: Callable[[Compilation], GraphPass]) -> Callable[[Compilation], str]:
+    """What runs the pass that ``make`` makes with a compilation's options."""
 
+    def run(compilation: Compilation) -> str:
+        compilation.graph, what = make(compilation).apply(_graph(compilation))
+        return what
 
-def fold_scales(compilation: Compilation) -> str:
-    """Factors beside contractions -> factors of contractions."""
-    compilation.graph, what = FoldScales().apply(_graph(compilation))
-    return what
-
-
-def accumulate_into_contractions(compilation: Compilation) -> str:
-    """Sums with a contraction's result -> addends of contractions."""
-    compilation.graph, what = AccumulateIntoContractions().apply(_graph(compilation))
-    return what
-
-
-def fuse_attention(compilation: Compilation) -> str:
-    """Contractions and row operators over two positions -> tiled groups."""
-    compilation.graph, what = FuseAttention().apply(_graph(compilation))
-    return what
-
-
-def recompute(compilation: Compilation) -> str:
-    """Kept containers that are cheap to compute again -> clones of operators in the backward graph."""
-    compilation.graph, what = Recompute(compilation.memory_budget).apply(_graph(compilation))
-    return what
-
-
-def fuse_row_operators(compilation: Compilation) -> str:
-    """Row and element-wise operators that share data -> row groups."""
-    compilation.graph, what = FuseRowOperators().apply(_graph(compilation))
-    return what
-
-
-def assign_layouts(compilation: Compilation) -> str:
-    """Containers -> containers in the layouts that the configuration names."""
-    compilation.graph, what = AssignLayouts(compilation.layouts).apply(_graph(compilation))
-    return what
+    return run
 
 
 def lower(compilation: Compilation) -> str:
@@ -207,10 +176,10 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "algebraic",
         (
-            ("stack-projections", stack_projections),
-            ("remove-dead-work", remove_dead_work),
-            ("fold-scales", fold_scales),
-            ("accumulate-into-contractions", accumulate_into_contractions),
+            ("stack-projections", _run(lambda c: StackProjections(c.stack))),
+            ("remove-dead-work", _run(lambda c: RemoveDeadWork())),
+            ("fold-scales", _run(lambda c: FoldScales())),
+            ("accumulate-into-contractions", _run(lambda c: AccumulateIntoContractions())),
         ),
         True,
         optional=True,
@@ -218,14 +187,14 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "fuse",
         (
-            ("fuse-attention", fuse_attention),
-            ("recompute", recompute),
-            ("fuse-row-operators", fuse_row_operators),
+            ("fuse-attention", _run(lambda c: FuseAttention())),
+            ("recompute", _run(lambda c: Recompute(c.memory_budget))),
+            ("fuse-row-operators", _run(lambda c: FuseRowOperators())),
         ),
         True,
         optional=True,
     ),
-    Stage("layout", (("assign-layouts", assign_layouts),), True, optional=True),
+    Stage("layout", (("assign-layouts", _run(lambda c: AssignLayouts(c.layouts))),), True, optional=True),
     Stage("lower", (("lower-operators", lower),), False),
     Stage("schedule", (("plan-workspace", schedule),), False),
 )

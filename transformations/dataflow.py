@@ -7,17 +7,21 @@ container of the same value instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import itemgetter
+from typing import TypeVar
 
 from dace.sdfg import SDFG
 from dace.sdfg.graph import MultiConnectorEdge
-from dace.sdfg.nodes import AccessNode
+from dace.sdfg.nodes import AccessNode, Node
 
 from stepdown.models.operators import Operator
 from stepdown.models.operators.operator import make_memlet, part_memlet
 from stepdown.transformations.canonical_form import kept_containers, name_is_output, the_state
 from stepdown.transformations.training_graph import TrainingGraph
+
+Entry = TypeVar("Entry")
 
 
 class Dataflow:
@@ -53,6 +57,17 @@ class Dataflow:
             edge.data.subset.size() == list(self.sdfg.arrays[edge.data.data].shape)
             for edge in self.state.all_edges(node)
         )
+
+    def below(self, start: Iterable[Node]) -> set[Node]:
+        """Everything that depends on the nodes."""
+        found: set[Node] = set()
+        pending = [successor for node in start for successor in self.state.successors(node)]
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                pending += self.state.successors(node)
+        return found
 
     def alike(self, one: str, other: str) -> bool:
         """Whether two containers have the same type, shape and layout."""
@@ -166,6 +181,17 @@ class Dataflow:
                 self.state.remove_node(access)
         if self.sdfg.arrays[name].transient and not self.accesses(name):
             self.sdfg.remove_data(name)
+
+
+def connected(entries: Iterable[tuple[Entry, set[str]]]) -> list[list[Entry]]:
+    """Entries that have names in common, directly or through others, set by set; each set in the given order."""
+    sets: list[tuple[set[str], list[tuple[int, Entry]]]] = []
+    for place, (entry, own) in enumerate(entries):
+        joined = [known for known in sets if known[0] & own]
+        sets = [known for known in sets if not known[0] & own]
+        names = own.union(*(known[0] for known in joined))
+        sets.append((names, [*(member for known in joined for member in known[1]), (place, entry)]))
+    return [[entry for _, entry in sorted(members, key=itemgetter(0))] for _, members in sets]
 
 
 def form(sdfg: SDFG, name: str) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Row group: several row and element-wise operators that run as one kernel.
+"""Groups: several operators as one. A row group holds row and element-wise operators and runs as one kernel.
 
 Dimension legend: B batch, S query position, T key position, H head, P head size, E embedding, U feed-forward size.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import dace.library
 import torch
@@ -60,55 +60,33 @@ class Member:
         return [connector for connector in self.values if connector not in self.outputs]
 
 
-@dace.library.node
-class RowGroup(Operator):
-    """Members in order; a value that one member writes and another reads stays in registers or in cache.
-
-    Connectors are named after the values: inputs that no member writes, and those written values that are asked for.
-    Values inside the group keep the accumulation type, whatever the containers' type.
+@properties.make_properties
+class Group(Operator):
+    """Members in order, as one operator. Connectors are named after the values that members read and write: inputs that
+    no member writes, and those written values that are asked for.
     """
 
-    operator_class = OperatorClass.STATISTICAL_NORMALIZATION
-    implementations: dict[str, Any] = {}
+    kinds: ClassVar[tuple[type[Operator], ...]] = tuple(MEMBER_KINDS.values())
+    """Operators that a group of this kind may hold."""
 
     text = properties.Property(dtype=str, default="[]", desc="Members as JSON: kind, name, options, values")
 
-    def __init__(
-        self, name: str = "row_group", members: Iterable[Member] = (), outputs: Iterable[str] = (), **kwargs: Any
-    ):
-        listed = list(members)
-        dims = listed[0].operator.dims if listed else "E"
+    def __init__(self, name: str, dims: str, members: Iterable[Member], **kwargs: Any) -> None:
         super().__init__(name, dims, **kwargs)
-        for member in listed:
-            if member.operator.dims != dims:
-                raise CanonicalFormError(
-                    f'member "{member.operator.name}" of group "{name}" runs over "{member.operator.dims}", '
-                    f'the group over "{dims}"'
-                )
-        self.text = members_to_text(listed)
+        self.text = members_to_text(members)
         written = self.written_values()
         for value in self.operand_dims():
             if value not in written:
                 self.add_in_connector(value)
-        for value in outputs:
-            if value not in written:
-                raise CanonicalFormError(f'no member of group "{name}" writes "{value}"')
-            self.add_out_connector(value)
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The operators of the group, in order."""
-        return members_from_text(self.text)
+        return members_from_text(self.text, self.kinds)
 
     def written_values(self) -> set[str]:
         """Values that some member writes."""
         return {member.values[connector] for member in self.members for connector in member.outputs}
-
-    @property
-    def main_operand(self) -> str:
-        """An input whose scalar type is the group's: what the first member takes its own from."""
-        first = self.members[0]
-        return first.values[first.operator.main_operand]
 
     def operand_dims(self) -> dict[str, str]:
         dims: dict[str, str] = {}
@@ -117,6 +95,51 @@ class RowGroup(Operator):
             for connector, value in member.values.items():
                 dims.setdefault(value, own[connector])
         return dims
+
+    def reference(self, operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        values = dict(operands)
+        for member in self.members:
+            results = member.operator.reference({c: values[member.values[c]] for c in member.inputs})
+            values |= {member.values[connector]: results[connector] for connector in member.outputs}
+        return {name: values[name] for name in self.out_connectors}
+
+    def differentiate(self, rule: Any) -> None:
+        raise CanonicalFormError(f'group "{self.name}" has no gradient rule; differentiate before operators are fused')
+
+
+@dace.library.node
+class RowGroup(Group):
+    """Row and element-wise operators; a value that one writes and another reads stays in registers or in cache.
+
+    Values inside the group keep the accumulation type, whatever the containers' type.
+    """
+
+    operator_class = OperatorClass.STATISTICAL_NORMALIZATION
+    implementations: dict[str, Any] = {}
+
+    def __init__(
+        self, name: str = "row_group", members: Iterable[Member] = (), outputs: Iterable[str] = (), **kwargs: Any
+    ):
+        listed = list(members)
+        dims = listed[0].operator.dims if listed else "E"
+        for member in listed:
+            if member.operator.dims != dims:
+                raise CanonicalFormError(
+                    f'member "{member.operator.name}" of group "{name}" runs over "{member.operator.dims}", '
+                    f'the group over "{dims}"'
+                )
+        super().__init__(name, dims, listed, **kwargs)
+        written = self.written_values()
+        for value in outputs:
+            if value not in written:
+                raise CanonicalFormError(f'no member of group "{name}" writes "{value}"')
+            self.add_out_connector(value)
+
+    @property
+    def main_operand(self) -> str:
+        """An input whose scalar type is the group's: what the first member takes its own from."""
+        first = self.members[0]
+        return first.values[first.operator.main_operand]
 
     def result_types(self, operand: DataType) -> dict[str, DataType]:
         types: dict[str, DataType] = {}
@@ -135,16 +158,6 @@ class RowGroup(Operator):
             statements += [statement.renamed(names) for statement in member.operator.statements()]
         return tuple(statements)
 
-    def reference(self, operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        values = dict(operands)
-        for member in self.members:
-            results = member.operator.reference({c: values[member.values[c]] for c in member.inputs})
-            values |= {member.values[connector]: results[connector] for connector in member.outputs}
-        return {name: values[name] for name in self.out_connectors}
-
-    def differentiate(self, rule: Any) -> None:
-        raise CanonicalFormError(f'group "{self.name}" has no gradient rule; differentiate before operators are fused')
-
 
 def members_to_text(members: Iterable[Member]) -> str:
     """Members as JSON: each one's kind, name, options and values."""
@@ -161,7 +174,7 @@ def _to_json(member: Member) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def members_from_text(text: str, kinds: Iterable[type[Operator]] = tuple(MEMBER_KINDS.values())) -> tuple[Member, ...]:
+def members_from_text(text: str, kinds: tuple[type[Operator], ...]) -> tuple[Member, ...]:
     """The members that :func:`members_to_text` wrote.
 
     :raises CanonicalFormError: when an operator is not of one of the ``kinds``.

@@ -10,27 +10,16 @@ from typing import Any
 
 import dace.library
 import sympy
-import torch
-from dace import properties
 
 from stepdown.models.dtypes import DataType
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators.contraction import Contraction
-from stepdown.models.operators.operator import Operator, OperatorClass
-from stepdown.models.operators.row_group import (
-    MEMBER_KINDS,
-    Member,
-    RowGroup,
-    members_from_text,
-    members_to_text,
-)
-
-TILED_KINDS: tuple[type[Operator], ...] = (*MEMBER_KINDS.values(), Contraction)
-"""Operators that a tiled group may hold."""
+from stepdown.models.operators.operator import OperatorClass
+from stepdown.models.operators.row_group import Group, Member, RowGroup
 
 
 @dace.library.node
-class TiledGroup(Operator):
+class TiledGroup(Group):
     """Members in order; values between them exist for one tile of rows at a time and are never written to memory.
 
     ``dims`` are those of the values in between: the last one numbers the elements of a row (``T``), the one before it
@@ -44,8 +33,7 @@ class TiledGroup(Operator):
 
     operator_class = OperatorClass.CONTRACTION
     implementations: dict[str, Any] = {}
-
-    text = properties.Property(dtype=str, default="[]", desc="Members as JSON: kind, name, options, values")
+    kinds = (*Group.kinds, Contraction)
 
     def __init__(
         self,
@@ -55,16 +43,12 @@ class TiledGroup(Operator):
         dims: str = "BHST",
         **kwargs: Any,
     ):
-        super().__init__(name, dims, **kwargs)
         listed = list(members)
+        super().__init__(name, dims, listed, **kwargs)
         for member in listed:
             self._check(member)
-        self.text = members_to_text(listed)
         written = self.written_values()
         values = self.operand_dims()
-        for value in values:
-            if value not in written:
-                self.add_in_connector(value)
         for value in outputs:
             if value not in written or values[value] == dims:
                 raise CanonicalFormError(f'no contraction of group "{name}" gives "{value}" out of its tiles')
@@ -104,11 +88,6 @@ class TiledGroup(Operator):
         """Dimensions that number independent problems."""
         return self.dims[:-2]
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The operators of the group, in order."""
-        return members_from_text(self.text, TILED_KINDS)
-
     def runs(self) -> tuple[Member | RowGroup, ...]:
         """The members in order, row operators that follow each other together: contractions, and groups of the rest.
 
@@ -133,23 +112,11 @@ class TiledGroup(Operator):
             result.append(RowGroup(f"{self.name}_rows_{number}", run, sorted(read & written)))
         return tuple(result)
 
-    def written_values(self) -> set[str]:
-        """Values that some member writes."""
-        return {member.values[connector] for member in self.members for connector in member.outputs}
-
     @property
     def main_operand(self) -> str:
         """The first contraction's first operand, which has the containers' scalar type."""
         first = next((m for m in self.members if isinstance(m.operator, Contraction)), self.members[0])
         return first.values[first.operator.main_operand]
-
-    def operand_dims(self) -> dict[str, str]:
-        dims: dict[str, str] = {}
-        for member in self.members:
-            own = member.operator.operand_dims()
-            for connector, value in member.values.items():
-                dims.setdefault(value, own[connector])
-        return dims
 
     def result_types(self, operand: DataType) -> dict[str, DataType]:
         return dict.fromkeys(sorted(self.out_connectors), operand)
@@ -157,16 +124,6 @@ class TiledGroup(Operator):
     def flop(self, sizes: Mapping[str, Any]) -> sympy.Expr:
         """Those of the members."""
         return sympy.Add(*(member.operator.flop(sizes) for member in self.members))
-
-    def reference(self, operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        values = dict(operands)
-        for member in self.members:
-            results = member.operator.reference({c: values[member.values[c]] for c in member.inputs})
-            values |= {member.values[connector]: results[connector] for connector in member.outputs}
-        return {name: values[name] for name in self.out_connectors}
-
-    def differentiate(self, rule: Any) -> None:
-        raise CanonicalFormError(f'group "{self.name}" has no gradient rule; differentiate before operators are fused')
 
 
 def _flat(run: Member | list[Member]) -> list[Member]:

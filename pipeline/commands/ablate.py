@@ -11,9 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepdown.models.errors import OptionError
 from stepdown.pipeline.ablation import Ablation, ablate_layer, step_count
-from stepdown.pipeline.commands.layer import ChosenLayer, with_layer
+from stepdown.pipeline.commands.layer import ChosenLayer, use_threads, with_layer
 from stepdown.pipeline.commands.terminal import counting, output, print_json
 from stepdown.pipeline.compare import CASES
 from stepdown.pipeline.report import duration, quantity
@@ -41,10 +40,7 @@ def ablate_command(
     """Time a layer with each optional pass switched off in turn, beside the full pipeline in one run."""
     if out is not None:
         check_suffix(out)
-    if threads is not None:
-        if threads < 1:
-            raise OptionError(f'"threads" is {threads}; accepted is a positive integer.')
-        torch.set_num_threads(threads)
+    use_threads(threads)
     torch.manual_seed(seed)
     chosen = passes or None
     with counting(f"ablating {layer.name}", step_count(chosen, max(repeats, 0))) as progress:

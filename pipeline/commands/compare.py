@@ -11,8 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepdown.models.errors import OptionError
-from stepdown.pipeline.commands.layer import ChosenLayer, with_layer
+from stepdown.pipeline.commands.layer import ChosenLayer, use_threads, with_layer
 from stepdown.pipeline.commands.terminal import counting, output, print_json
 from stepdown.pipeline.compare import BASELINES, CASES, Comparison, check_baselines, compare_layer, step_count
 from stepdown.pipeline.report import duration, quantity
@@ -41,10 +40,7 @@ def compare_command(
     names = check_baselines(against.split(","))
     if out is not None:
         check_suffix(out)
-    if threads is not None:
-        if threads < 1:
-            raise OptionError(f'"threads" is {threads}; accepted is a positive integer.')
-        torch.set_num_threads(threads)
+    use_threads(threads)
     torch.manual_seed(seed)
     with counting(f"comparing {layer.name}", step_count(names, max(repeats, 0))) as progress:
         (task,) = progress.task_ids

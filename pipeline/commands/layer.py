@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import torch
 import typer
 
 from stepdown.models.definition import LAYER_TYPE, EncoderLayer
@@ -74,3 +75,15 @@ def with_layer(command: Callable[..., Result]) -> Callable[..., Result]:
     )
     options = field_options(EncoderLayer, optional=True, panel="Layer")
     return with_options("layer", [model, *options], choose_layer)(command)
+
+
+def use_threads(threads: int | None) -> None:
+    """Let PyTorch and the generated code compute on so many threads; None leaves the choice to PyTorch.
+
+    :raises OptionError: when the number is not positive.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise OptionError(f'"threads" is {threads}; accepted is a positive integer.')
+    torch.set_num_threads(threads)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stepdown.models.operators import Add, Contraction
-from stepdown.transformations.algebraic.dataflow import Dataflow
+from stepdown.transformations.dataflow import Dataflow, connected
 from stepdown.transformations.fusion.plan_row_groups import (
     Container,
     RowGroupPlanner,
@@ -84,16 +84,9 @@ def _can_take_an_addend(addition: Use, writer: Use) -> bool:
     return addition.whole and writer.whole and isinstance(contraction, Contraction) and not contraction.accumulate
 
 
-def _chains(uses: Sequence[Use], candidates: Sequence[_Candidate]) -> Iterator[list[_Candidate]]:
+def _chains(uses: Sequence[Use], candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
     """Candidates connected through their results, each set in the order of execution."""
-    sets: list[tuple[set[str], list[_Candidate]]] = []
-    for candidate in candidates:
-        names = set(uses[candidate.addition].values.values())
-        joined = [entry for entry in sets if entry[0] & names]
-        sets = [entry for entry in sets if not entry[0] & names]
-        sets.append((names.union(*(e[0] for e in joined)), [m for e in joined for m in e[1]] + [candidate]))
-    for _, members in sets:
-        yield sorted(members, key=lambda member: member.addition)
+    return connected((candidate, set(uses[candidate.addition].values.values())) for candidate in candidates)
 
 
 def _choose(uses: Sequence[Use], containers: Mapping[str, Container]) -> list[tuple[Add, str]]:

@@ -14,8 +14,8 @@ from dace.sdfg.nodes import LibraryNode
 
 from stepdown.models.errors import OptionError
 from stepdown.models.operators import MEMBER_KINDS, Operator
-from stepdown.transformations.algebraic.dataflow import Dataflow, derive_kept
 from stepdown.transformations.canonical_form import name_is_output
+from stepdown.transformations.dataflow import Dataflow, derive_kept
 from stepdown.transformations.fusion.plan_row_groups import (
     NOMINAL,
     Container,

@@ -8,8 +8,8 @@ from dace.sdfg import SDFG
 
 from stepdown.models.operators import Operator, Scale, SumRows
 from stepdown.models.operators.gradient import GRADIENT
-from stepdown.transformations.algebraic.dataflow import Dataflow, derive_kept, replace_kept
 from stepdown.transformations.canonical_form import operators
+from stepdown.transformations.dataflow import Dataflow, derive_kept, replace_kept
 from stepdown.transformations.training_graph import TrainingGraph
 
 

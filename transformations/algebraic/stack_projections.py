@@ -13,15 +13,14 @@ from typing import Any
 from dace import data
 from dace.sdfg import SDFG
 from dace.sdfg.graph import MultiConnectorEdge
-from dace.sdfg.nodes import Node
 
 from stepdown.models.errors import OptionError
 from stepdown.models.operators import Add, Bias, Contraction, Operator, SumRows
 from stepdown.models.operators.contraction import split_einsum
 from stepdown.models.operators.gradient import GRADIENT
 from stepdown.models.operators.operator import STACK, add_container, canonical_dims, data_type
-from stepdown.transformations.algebraic.dataflow import Dataflow, derive_kept, form
 from stepdown.transformations.canonical_form import name_is_output, operators
+from stepdown.transformations.dataflow import Dataflow, derive_kept, form
 from stepdown.transformations.training_graph import TrainingGraph
 
 OF_DATA = frozenset("BST")
@@ -338,18 +337,7 @@ class _BackwardStack:
         if any(not _whole(self.sdfg, edge) for edge in edges):
             return False
         writers = {edge.src for access in accesses for edge in self.flow.state.in_edges(access)}
-        return not writers & self._below(accesses)
-
-    def _below(self, start: Sequence[Node]) -> set[Node]:
-        """Everything that depends on the nodes."""
-        found: set[Node] = set()
-        pending = [successor for node in start for successor in self.flow.state.successors(node)]
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                pending += self.flow.state.successors(node)
-        return found
+        return not writers & self.flow.below(accesses)
 
     # ---- what is made of it ----------------------------------------------------------------------------------------
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dace.sdfg import SDFG
-
 from stepdown.models.operators import RowGroup
-from stepdown.models.operators.operator import make_memlet
-from stepdown.transformations.canonical_form import the_state
-from stepdown.transformations.fusion.plan_row_groups import Group, RowGroupPlanner, containers_of, uses_of
+from stepdown.transformations.fusion.plan_row_groups import RowGroupPlanner, containers_of, uses_of
+from stepdown.transformations.fusion.replace_members import replace_members
 from stepdown.transformations.training_graph import TrainingGraph
 
 
@@ -38,24 +35,8 @@ class FuseRowOperators:
             after += len(planner.groups)
             for group in planner.groups:
                 if len(group.members) > 1:
-                    _write(sdfg, planner, group)
+                    members = [planner.uses[place].operator for place in group.members]
+                    name = f"{members[0].name}__{members[-1].name}"
+                    node = RowGroup(name, planner.members(group), planner.outputs(group))
+                    replace_members(sdfg, members, node)
         return graph, f"{before} row and element-wise operators in {after} kernels"
-
-
-def _write(sdfg: SDFG, planner: RowGroupPlanner, group: Group) -> None:
-    """Replace the members of a group by one node."""
-    state = the_state(sdfg)
-    members = [planner.uses[place].operator for place in group.members]
-    node = RowGroup(f"{members[0].name}__{members[-1].name}", planner.members(group), planner.outputs(group))
-    access = {n.data: n for n in state.data_nodes() if n.data in group.reads | group.writes}
-    outputs = set(node.out_connectors)
-    state.remove_nodes_from(members)
-    state.add_node(node)
-    for value in node.in_connectors:
-        state.add_edge(access[value], None, node, value, make_memlet(sdfg, value))
-    for value in sorted(group.writes):
-        if value in outputs:
-            state.add_edge(node, value, access[value], None, make_memlet(sdfg, value))
-        else:
-            state.remove_node(access[value])
-            sdfg.remove_data(value)

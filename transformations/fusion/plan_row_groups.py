@@ -20,7 +20,7 @@ from dace.sdfg import SDFG
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import MEMBER_KINDS, Member, Operator, RowGroup
 from stepdown.transformations.canonical_form import operators, the_state
-from stepdown.transformations.lowering.passes_of_rows import plan_rows
+from stepdown.transformations.lowering.passes_of_rows import plan_operator
 
 NOMINAL = {"B": 8, "S": 512}
 """Sizes at which bytes are compared where batch or sequence length is symbolic."""
@@ -249,10 +249,8 @@ class RowGroupPlanner:
     def _orderable(self, group: Group) -> bool:
         key = (group.dims, *((id(self.uses[p].operator), *sorted(self.uses[p].values.items())) for p in group.members))
         if key not in self.known:
-            node = RowGroup("trial", self.members(group))
-            operands = {name: dims for name, dims in node.operand_dims().items() if name not in node.written_values()}
             try:
-                plan_rows(node.statements(), node.dims, operands)
+                plan_operator(RowGroup("trial", self.members(group)))
             except CanonicalFormError:
                 self.known[key] = False
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import dace
 from dace.sdfg import SDFG, SDFGState
 from dace.sdfg.nodes import NestedSDFG
-from dace.symbolic import pystr_to_symbolic
+from dace.symbolic import int_floor, pystr_to_symbolic
 
 
 def cpp_tasklet(
@@ -65,7 +65,7 @@ def connect_through(
             state.add_edge(source, output, entry, f"IN_{place}", whole)
             source, output = entry, f"OUT_{place}"
         state.add_edge(source, output, node, connector, memlet)
-    if not inputs:
+    if entries and not inputs:
         for outer, inner in zip(entries, [*entries[1:], node], strict=True):
             state.add_edge(outer, None, inner, None, dace.Memlet())
 
@@ -118,9 +118,15 @@ def add_nested_maps(
 
 
 def nest(
-    state: SDFGState, body: SDFG, entry: dace.nodes.MapEntry, exit_: dace.nodes.MapExit, symbols: Mapping[str, Any]
+    state: SDFGState,
+    body: SDFG,
+    entries: list[dace.nodes.MapEntry],
+    exits: list[dace.nodes.MapExit],
+    symbols: Mapping[str, Any],
 ) -> NestedSDFG:
-    """Put ``body`` into a map; it sees the parent's containers of the same names, and ``symbols`` under new values."""
+    """Put ``body`` into maps, outermost first, or into none; it sees the parent's containers of the same names, and
+    ``symbols`` under new values.
+    """
     reads, writes = used_containers(body)
     used = {str(symbol) for symbol in body.free_symbols}
     for name in [name for name in body.symbols if name not in used]:
@@ -131,10 +137,36 @@ def nest(
     )
     arrays = state.sdfg.arrays
     connect_through(
-        state, [entry], nested, {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(reads)}
+        state, entries, nested, {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(reads)}
     )
-    connect_out(state, nested, [exit_], {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(writes)})
+    connect_out(
+        state, nested, exits[::-1], {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(writes)}
+    )
     return nested
+
+
+def inner_sdfg(outer: SDFG, label: str, names: Iterable[str], symbols: Iterable[str], dtype: dace.typeclass) -> SDFG:
+    """An SDFG to be nested in ``outer``: it sees the named containers, all its symbols, and further ones."""
+    sdfg = SDFG(label)
+    for name in names:
+        descriptor = outer.arrays[name].clone()
+        descriptor.transient = False
+        sdfg.add_datadesc(name, descriptor)
+    for symbol, known in outer.symbols.items():
+        if symbol not in sdfg.symbols:
+            sdfg.add_symbol(symbol, known)
+    for symbol in sorted(set(symbols) - set(sdfg.symbols)):
+        sdfg.add_symbol(symbol, dtype)
+    return sdfg
+
+
+def index_of(position: Any, dims: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The index in each dimension of the element at a row-major position."""
+    index: dict[str, Any] = {}
+    for place, letter in reversed(list(enumerate(dims))):
+        index[letter] = position if place == 0 else position % sizes[letter]
+        position = int_floor(position, sizes[letter])
+    return index
 
 
 def used_containers(body: SDFG) -> tuple[set[str], set[str]]:

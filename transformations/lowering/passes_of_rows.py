@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepdown.models.errors import CanonicalFormError
+from stepdown.models.operators.operator import Operator
 from stepdown.models.operators.statements import Statement
 
 
@@ -119,6 +120,15 @@ def plan_rows(statements: Sequence[Statement], dims: str, operands: Mapping[str,
                 is_element[statement.target] = place
         _note_buffers(program, statement, place, is_element)
     return program
+
+
+def plan_operator(node: Operator) -> RowProgram:
+    """The passes of a row or element-wise operator, or of a group of them.
+
+    :raises CanonicalFormError: when no order of passes exists.
+    """
+    inputs = {name: dims for name, dims in node.operand_dims().items() if name in node.in_connectors}
+    return plan_rows(node.statements(), node.dims, inputs)
 
 
 def _row_value(program: RowProgram, statement: Statement, ready: int, level: dict[str, int]) -> None:

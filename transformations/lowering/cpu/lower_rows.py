@@ -18,7 +18,7 @@ from typing import Any
 import dace
 import dace.library
 from dace.sdfg import SDFG, SDFGState
-from dace.symbolic import int_floor, pystr_to_symbolic, symstr
+from dace.symbolic import pystr_to_symbolic, symstr
 from dace.transformation.transformation import ExpandTransformation
 
 from stepdown.models.operators import ROW_OPERATORS, Operator, RowGroup, Statement
@@ -27,8 +27,16 @@ from stepdown.models.operators.operator import PAIR, extent_product
 from stepdown.models.operators.pure import INDEX, compute_type
 from stepdown.models.operators.scratch import operator_sdfg
 from stepdown.models.operators.statements import to_cpp
-from stepdown.transformations.lowering.maps import add_map, add_nested_maps, cpp_tasklet, nest, read_of
-from stepdown.transformations.lowering.passes_of_rows import RowPass, RowProgram, plan_rows
+from stepdown.transformations.lowering.maps import (
+    add_map,
+    add_nested_maps,
+    cpp_tasklet,
+    index_of,
+    inner_sdfg,
+    nest,
+    read_of,
+)
+from stepdown.transformations.lowering.passes_of_rows import RowPass, RowProgram, plan_operator
 
 BLOCKS = 64
 """Blocks of rows: enough for 64 threads; part of the numerical result, so not a matter of the machine."""
@@ -83,7 +91,7 @@ class RowLowering:
             self._words_array(statement)
         state = self.sdfg.add_state("rows")
         entry, exit_ = state.add_map("blocks", {BLOCK: f"0:{BLOCKS}"}, dace.ScheduleType.CPU_Multicore)
-        nest(state, self._block(), entry, exit_, {})
+        nest(state, self._block(), [entry], [exit_], {})
         if self._columns():
             self._columns_state(state)
         return self.sdfg
@@ -102,7 +110,7 @@ class RowLowering:
         for name in (ROW_BEGIN, ROW_END):
             entry.add_in_connector(name)
             last.add_edge(last.add_read(f"{name}_value"), None, entry, name, dace.Memlet(f"{name}_value[0]"))
-        nest(last, self._row([s.target for s in self.program.constants]), entry, exit_, self._row_index())
+        nest(last, self._row([s.target for s in self.program.constants]), [entry], [exit_], self._row_index())
         return sdfg
 
     def _constants(self, sdfg: SDFG) -> SDFGState:
@@ -130,15 +138,8 @@ class RowLowering:
 
     def _row_index(self) -> dict[str, Any]:
         """Index in each outer dimension from the number of the row."""
-        rest = pystr_to_symbolic(ROW)
-        index: dict[str, Any] = {}
-        for place, letter in reversed(list(enumerate(self.program.outer))):
-            if place == 0:
-                index[INDEX + letter] = rest
-            else:
-                index[INDEX + letter] = rest % self.sizes[letter]
-                rest = int_floor(rest, self.sizes[letter])
-        return index
+        index = index_of(pystr_to_symbolic(ROW), self.program.outer, self.sizes)
+        return {INDEX + letter: place for letter, place in index.items()}
 
     def _row(self, constants: list[str]) -> SDFG:
         symbols = {BLOCK, ROW, *(INDEX + letter for letter in self.program.outer), *self.symbols}
@@ -343,7 +344,7 @@ class RowLowering:
                 lines.append(f"out_{statement.target} = static_cast<{ctype}>(v_{statement.target});")
         add_map(store, "store", ranges, inputs, "\n".join(lines), outputs)
         entry, exit_ = state.add_map("columns", {"i_chunk": chunk_range}, dace.ScheduleType.CPU_Multicore)
-        nest(state, body, entry, exit_, {})
+        nest(state, body, [entry], [exit_], {})
 
     # ---- names and memlets -----------------------------------------------------------------------------------------
 
@@ -386,17 +387,8 @@ class RowLowering:
 
     def _inner_sdfg(self, label: str, names: Iterable[str], symbols: set[str]) -> SDFG:
         """A nested SDFG that sees the named containers and symbols."""
-        sdfg = SDFG(f"{self.sdfg.name.removesuffix('_expansion')}_{label}")
-        for name in names:
-            descriptor = self.sdfg.arrays[name].clone()
-            descriptor.transient = False
-            sdfg.add_datadesc(name, descriptor)
-        for symbol, dtype in self.sdfg.symbols.items():
-            if symbol not in sdfg.symbols:
-                sdfg.add_symbol(symbol, dtype)
-        for symbol in sorted(symbols):
-            sdfg.add_symbol(symbol, dace.int64)
-        return sdfg
+        label = f"{self.sdfg.name.removesuffix('_expansion')}_{label}"
+        return inner_sdfg(self.sdfg, label, names, symbols, dace.int64)
 
     def _add_scalar(self, sdfg: SDFG, name: str, *, transient: bool = True) -> None:
         sdfg.add_scalar(
@@ -467,17 +459,15 @@ class ExpandRowsCPU(ExpandTransformation):
     def expansion(node: Operator, parent_state: SDFGState, parent_sdfg: SDFG) -> SDFG:
         sdfg = operator_sdfg(node, parent_state, parent_sdfg)
         operands = {name: dims for name, dims in node.operand_dims().items() if name in sdfg.arrays}
-        statements = node.statements()
-        inputs = {name: dims for name, dims in operands.items() if name not in node.out_connectors}
         lowering = RowLowering(
             sdfg,
-            plan_rows(statements, node.dims, inputs),
+            plan_operator(node),
             node.dims,
             operands,
             frozenset(node.out_connectors),
             node.sizes(parent_sdfg, parent_state),
             compute_type(node, sdfg),
-            {statement.target: statement.kind for statement in statements},
+            {statement.target: statement.kind for statement in node.statements()},
         )
         return lowering.lower()
 

@@ -18,7 +18,7 @@ import dace
 import dace.library
 from dace.sdfg import SDFG, SDFGState
 from dace.sdfg.state import LoopRegion
-from dace.symbolic import int_floor, pystr_to_symbolic, symstr
+from dace.symbolic import pystr_to_symbolic, symstr
 from dace.transformation.transformation import ExpandTransformation
 
 from stepdown.models.errors import CanonicalFormError
@@ -29,9 +29,10 @@ from stepdown.models.operators.operator import extent_product
 from stepdown.models.operators.pure import INDEX, compute_type
 from stepdown.models.operators.scratch import operator_sdfg
 from stepdown.transformations.lowering.cpu.blas import OpenBLAS
+from stepdown.transformations.lowering.cpu.contraction_plan import nominal, normalise
 from stepdown.transformations.lowering.cpu.lower_rows import BLOCK, BLOCKS, ROW, ROW_BEGIN, ROW_END, RowLowering
-from stepdown.transformations.lowering.maps import add_map, cpp_tasklet, nest, used_containers
-from stepdown.transformations.lowering.passes_of_rows import plan_rows
+from stepdown.transformations.lowering.maps import add_map, cpp_tasklet, index_of, inner_sdfg, nest
+from stepdown.transformations.lowering.passes_of_rows import plan_operator
 
 TILE = 64
 """Rows of a tile: with some hundred keys a tile of scores fits a core's second-level cache."""
@@ -59,7 +60,7 @@ class TileRows(RowLowering):
         last = self._constants(sdfg)
         last = sdfg.add_state_after(last, "rows")
         entry, exit_ = last.add_map("rows", {ROW: f"{ROW_BEGIN}:{ROW_END}"}, dace.ScheduleType.Sequential)
-        nest(last, self._row([s.target for s in self.program.constants]), entry, exit_, self._row_index())
+        nest(last, self._row([s.target for s in self.program.constants]), [entry], [exit_], self._row_index())
         return sdfg
 
     def _memory_memlet(self, name: str) -> dace.Memlet:
@@ -102,7 +103,7 @@ class _Lowering:
         # Lane k on thread k: those without work come after those with it.
         entry.map.omp_schedule = dace.OMPScheduleType.Static
         entry.map.omp_chunk_size = 1
-        nest(state, self._lane(), entry, exit_, {})
+        nest(state, self._lane(), [entry], [exit_], {})
 
     # ---- what is where ---------------------------------------------------------------------------------------------
 
@@ -154,17 +155,7 @@ class _Lowering:
     # ---- lanes, problems and tiles ---------------------------------------------------------------------------------
 
     def _inner(self, label: str, symbols: set[str]) -> SDFG:
-        sdfg = SDFG(f"{self.node.name}_{label}")
-        for name, descriptor in self.sdfg.arrays.items():
-            clone = descriptor.clone()
-            clone.transient = False
-            sdfg.add_datadesc(name, clone)
-        for symbol, dtype in self.sdfg.symbols.items():
-            if symbol not in sdfg.symbols:
-                sdfg.add_symbol(symbol, dtype)
-        for symbol in sorted(symbols - set(sdfg.symbols)):
-            sdfg.add_symbol(symbol, dace.int64)
-        return sdfg
+        return inner_sdfg(self.sdfg, f"{self.node.name}_{label}", self.sdfg.arrays, symbols, dace.int64)
 
     def _lane(self) -> SDFG:
         """Every so many problems, beginning with the lane's number."""
@@ -191,12 +182,8 @@ class _Lowering:
             state.add_edge(tasklet, f"out_{name}", access, None, dace.Memlet(f"{scalar}[0]"))
             entry.add_in_connector(f"problem_{name}")
             state.add_edge(access, None, entry, f"problem_{name}", dace.Memlet(f"{scalar}[0]"))
-        rest: Any = pystr_to_symbolic(PROBLEM)
-        index: dict[str, Any] = {}
-        for place, letter in reversed(list(enumerate(self.node.outer))):
-            index[INDEX + letter] = rest if place == 0 else rest % self.sizes[letter]
-            rest = int_floor(rest, self.sizes[letter])
-        nest(state, body, entry, exit_, index)
+        index = index_of(pystr_to_symbolic(PROBLEM), self.node.outer, self.sizes)
+        nest(state, body, [entry], [exit_], {INDEX + letter: place for letter, place in index.items()})
         return sdfg
 
     def _outer_symbols(self) -> set[str]:
@@ -226,28 +213,12 @@ class _Lowering:
         begin = TILE * number
         rows = pystr_to_symbolic(f"Min({TILE}, {size} - {TILE} * {TILE_NUMBER})")
         first = pystr_to_symbolic(PROBLEM) * self.sizes[self.rows] + begin
-        self._nest(state, tile, {TILE_BEGIN: begin, TILE_ROWS: rows, ROW_BEGIN: first, ROW_END: first + rows})
+        nest(state, tile, [], [], {TILE_BEGIN: begin, TILE_ROWS: rows, ROW_BEGIN: first, ROW_END: first + rows})
         after = sdfg.add_state("after")
         sdfg.add_edge(tiles, after, dace.InterstateEdge())
         for name in self._selected(written=True, over_rows=False):
             self._store(after, name)
         return sdfg
-
-    def _nest(self, state: SDFGState, body: SDFG, symbols: dict[str, Any]) -> None:
-        """Put ``body`` into a state; it sees the containers of the same names."""
-        reads, writes = used_containers(body)
-        used = {str(symbol) for symbol in body.free_symbols}
-        for name in [name for name in body.symbols if name not in used]:
-            body.remove_symbol(name)
-        mapping = {name: symbols.get(name, pystr_to_symbolic(name)) for name in sorted(used)}
-        nested = state.add_nested_sdfg(
-            body, dict.fromkeys(sorted(reads)), dict.fromkeys(sorted(writes)), symbol_mapping=mapping
-        )
-        arrays = state.sdfg.arrays
-        for name in sorted(reads):
-            state.add_edge(state.add_read(name), None, nested, name, dace.Memlet.from_array(name, arrays[name]))
-        for name in sorted(writes):
-            state.add_edge(nested, name, state.add_write(name), None, dace.Memlet.from_array(name, arrays[name]))
 
     def _tile(self) -> SDFG:
         """Load the tile's rows, run the members in order, store the tile's rows."""
@@ -260,7 +231,7 @@ class _Lowering:
         for number, run in enumerate(runs):
             last = sdfg.add_state_after(last, f"member_{number}")
             if isinstance(run, SDFG):
-                self._nest(last, run, {})
+                nest(last, run, [], [], {})
             else:
                 self._multiply(last, run)
         last = sdfg.add_state_after(last, "store")
@@ -269,20 +240,16 @@ class _Lowering:
         return sdfg
 
     def _rows(self, run: RowGroup) -> SDFG:
-        statements = run.statements()
-        written = run.written_values()
-        operands = run.operand_dims()
-        inputs = {name: dims for name, dims in operands.items() if name not in written}
-        used = {name: dims for name, dims in operands.items() if name in self.sdfg.arrays}
+        used = {name: dims for name, dims in run.operand_dims().items() if name in self.sdfg.arrays}
         lowering = TileRows(
             self.sdfg,
-            plan_rows(statements, run.dims, inputs),
+            plan_operator(run),
             run.dims,
             used,
             frozenset(run.out_connectors),
             self.sizes,
             self.scalar,
-            {statement.target: statement.kind for statement in statements},
+            {statement.target: statement.kind for statement in run.statements()},
             frozenset({TILE_BEGIN}),
             frozenset(name for name, dims in used.items() if dims == self.node.dims),
         )
@@ -294,7 +261,7 @@ class _Lowering:
         """A map over a matrix in the order of its container's memory, the container's element and the buffer's."""
         inside = self.matrices[name]
         strides = dict(zip(self.dims[name], self.sdfg.arrays[name].strides, strict=True))
-        order = sorted(inside, key=lambda letter: -_nominal(strides[letter]))
+        order = sorted(inside, key=lambda letter: -nominal(normalise(strides[letter])))
         ranges = {INDEX + letter: f"0:{symstr(self.sizes[letter])}" for letter in order}
         position = INDEX + inside[0]
         row = position
@@ -390,9 +357,3 @@ class _Lowering:
     def _lane_part(self, name: str) -> dace.Memlet:
         _, first, second = self.sdfg.arrays[name].shape
         return dace.Memlet(f"{name}[{BLOCK}, 0:{symstr(first)}, 0:{symstr(second)}]")
-
-
-def _nominal(stride: Any) -> int:
-    """A stride as a number, at sizes that stand for any."""
-    expression = pystr_to_symbolic(stride)
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, 128)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import dace.library
+
+from stepdown.models.operators.headers import OperatorHeaders
 
 ACCESS_BYTES = 16
 """The widest access of a lane."""
@@ -21,25 +22,11 @@ INCLUDE = Path(__file__).parent / "include"
 
 
 @dace.library.environment
-class LaneHeaders:
-    """``stepdown/lanes.cuh``: vector accesses and reductions over lanes."""
+class LaneHeaders(OperatorHeaders):
+    """``stepdown/lanes.cuh``, vector accesses and reductions over lanes, and what formulas call, for CUDA code."""
 
-    cmake_minimum_version = "3.15"
-    cmake_packages: list[str] = []
-    cmake_variables: dict[str, str] = {}
-    cmake_includes: list[str] = [str(INCLUDE)]
-    cmake_libraries: list[str] = []
-    cmake_compile_flags: list[str] = []
-    cmake_link_flags: list[str] = []
-    cmake_files: list[str] = []
-    headers: dict[str, list[str]] = {
-        "frame": [],
-        "cuda": ["stepdown/math.h", "stepdown/philox.h", "stepdown/lanes.cuh"],
-    }
-    state_fields: list[str] = []
-    init_code = ""
-    finalize_code = ""
-    dependencies: list[Any] = []
+    cmake_includes = [*OperatorHeaders.cmake_includes, str(INCLUDE)]
+    headers = {"frame": [], "cuda": [*OperatorHeaders.headers, "stepdown/lanes.cuh"]}  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

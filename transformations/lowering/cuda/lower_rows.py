@@ -17,7 +17,7 @@ from typing import Any
 import dace
 import dace.library
 from dace.sdfg import SDFG, SDFGState
-from dace.symbolic import int_floor, pystr_to_symbolic, symstr
+from dace.symbolic import pystr_to_symbolic, symstr
 from dace.transformation.transformation import ExpandTransformation
 
 from stepdown.models.operators import ROW_OPERATORS, Operator, RowGroup, Statement
@@ -35,16 +35,8 @@ from stepdown.transformations.lowering.cuda.rows_on_lanes import (
     ROW,
     RowsOnLanes,
 )
-from stepdown.transformations.lowering.maps import (
-    add_map,
-    connect_out,
-    connect_through,
-    cpp_tasklet,
-    nest,
-    read_of,
-    used_containers,
-)
-from stepdown.transformations.lowering.passes_of_rows import RowPass, plan_rows
+from stepdown.transformations.lowering.maps import add_map, cpp_tasklet, index_of, nest, read_of
+from stepdown.transformations.lowering.passes_of_rows import RowPass, plan_operator
 
 IMPLEMENTATION = "cuda"
 
@@ -89,20 +81,7 @@ class LaneLowering(RowsOnLanes):
         """A kernel whose threads run ``body``."""
         outer, outer_exit = state.add_map(label, dict(grid), dace.ScheduleType.GPU_Device)
         inner, inner_exit = state.add_map(f"{label}_threads", dict(block), dace.ScheduleType.GPU_ThreadBlock)
-        reads, writes = used_containers(body)
-        used = {str(symbol) for symbol in body.free_symbols}
-        for name in [name for name in body.symbols if name not in used]:
-            body.remove_symbol(name)
-        nested = state.add_nested_sdfg(
-            body,
-            dict.fromkeys(sorted(reads)),
-            dict.fromkeys(sorted(writes)),
-            symbol_mapping={name: pystr_to_symbolic(name) for name in sorted(used)},
-        )
-        arrays = state.sdfg.arrays
-        whole = {name: dace.Memlet.from_array(name, arrays[name]) for name in sorted(reads | writes)}
-        connect_through(state, [outer, inner], nested, {name: whole[name] for name in sorted(reads)})
-        connect_out(state, nested, [inner_exit, outer_exit], {name: whole[name] for name in sorted(writes)})
+        nest(state, body, [outer, inner], [outer_exit, inner_exit], {})
 
     def _thread(self, blocks: str) -> SDFG:
         plan = self.plan
@@ -131,7 +110,7 @@ class LaneLowering(RowsOnLanes):
             span = f"{first}:Min({rows}, {first} + 1)"
         body = self._row([s.target for s in self.program.constants])
         entry, exit_ = last.add_map("rows_of_thread", {ROW: span}, dace.ScheduleType.Sequential)
-        nest(last, body, entry, exit_, self._row_index())
+        nest(last, body, [entry], [exit_], self._row_index())
         if self._columns():
             last = sdfg.add_state_after(last, "flush")
             for name in self._columns():
@@ -141,12 +120,8 @@ class LaneLowering(RowsOnLanes):
 
     def _row_index(self) -> dict[str, Any]:
         """Index in each outer dimension from the number of the row."""
-        rest: Any = pystr_to_symbolic(ROW)
-        index: dict[str, Any] = {}
-        for place, letter in reversed(list(enumerate(self.program.outer))):
-            index[INDEX + letter] = rest if place == 0 else rest % self.sizes[letter]
-            rest = int_floor(rest, self.sizes[letter])
-        return index
+        index = index_of(pystr_to_symbolic(ROW), self.program.outer, self.sizes)
+        return {INDEX + letter: place for letter, place in index.items()}
 
     def _row(self, constants: list[str]) -> SDFG:
         symbols = {BLOCK, LOCAL, LANE, ROW, *(INDEX + letter for letter in self.program.outer)}
@@ -393,16 +368,14 @@ class ExpandRowsCUDA(ExpandTransformation):
     def expansion(node: Operator, parent_state: SDFGState, parent_sdfg: SDFG) -> SDFG:
         sdfg = operator_sdfg(node, parent_state, parent_sdfg)
         operands = {name: dims for name, dims in node.operand_dims().items() if name in sdfg.arrays}
-        statements = node.statements()
-        inputs = {name: dims for name, dims in operands.items() if name not in node.out_connectors}
         lowering = LaneLowering(
             sdfg,
-            plan_rows(statements, node.dims, inputs),
+            plan_operator(node),
             operands,
             frozenset(node.out_connectors),
             node.sizes(parent_sdfg, parent_state),
             compute_type(node, sdfg),
-            {statement.target: statement.kind for statement in statements},
+            {statement.target: statement.kind for statement in node.statements()},
         )
         return lowering.lower()
 

@@ -11,7 +11,7 @@ from typing import Any
 import dace
 from dace import data
 from dace.sdfg import SDFG, SDFGState
-from dace.symbolic import int_floor, pystr_to_symbolic, symstr
+from dace.symbolic import pystr_to_symbolic, symstr
 
 from stepdown.models.errors import CanonicalFormError
 from stepdown.models.operators import Statement
@@ -19,7 +19,14 @@ from stepdown.models.operators.operator import PAIR, extent_product
 from stepdown.models.operators.pure import INDEX
 from stepdown.models.operators.statements import to_cpp
 from stepdown.transformations.lowering.cuda.lanes import plan_lanes
-from stepdown.transformations.lowering.maps import add_map, connect_out, connect_through, cpp_tasklet
+from stepdown.transformations.lowering.maps import (
+    add_map,
+    connect_out,
+    connect_through,
+    cpp_tasklet,
+    index_of,
+    inner_sdfg,
+)
 from stepdown.transformations.lowering.passes_of_rows import RowProgram
 
 BLOCK, LOCAL, LANE, ROW, CHUNK, ELEMENT = "i_block", "i_local", "i_lane", "i_row", "i_chunk", "i_element"
@@ -91,17 +98,8 @@ class RowsOnLanes:
         return extent_product(self.program.outer, self.sizes)
 
     def _inner(self, label: str, symbols: Iterable[str]) -> SDFG:
-        sdfg = SDFG(f"{self.sdfg.name.removesuffix('_expansion')}_{label}")
-        for name, descriptor in self.sdfg.arrays.items():
-            clone = descriptor.clone()
-            clone.transient = False
-            sdfg.add_datadesc(name, clone)
-        for symbol, dtype in self.sdfg.symbols.items():
-            if symbol not in sdfg.symbols:
-                sdfg.add_symbol(symbol, dtype)
-        for symbol in sorted(symbols):
-            sdfg.add_symbol(symbol, dace.int32)
-        return sdfg
+        label = f"{self.sdfg.name.removesuffix('_expansion')}_{label}"
+        return inner_sdfg(self.sdfg, label, self.sdfg.arrays, symbols, dace.int32)
 
     def _register(self, sdfg: SDFG, name: str, dtype: dace.typeclass, *, transient: bool = True) -> str:
         """An array in the registers of a lane, with an element for each that the lane holds."""
@@ -131,12 +129,7 @@ class RowsOnLanes:
 
     def _inner_index(self, position: Any) -> dict[str, Any]:
         """Index in each inner dimension from the position in the row."""
-        index: dict[str, Any] = {}
-        rest = position
-        for place, letter in reversed(list(enumerate(self.program.inner))):
-            index[letter] = rest if place == 0 else rest % self.sizes[letter]
-            rest = int_floor(rest, self.sizes[letter])
-        return index
+        return index_of(position, self.program.inner, self.sizes)
 
     def _memory(self, name: str, position: Any) -> dace.Memlet:
         """The element of an operand; lanes beyond the end of a row read its last one."""
