@@ -33,6 +33,7 @@ from stepdown.pipeline.cache import BuildCache, content_key, sources_digest
 from stepdown.pipeline.generate import generate
 from stepdown.pipeline.runtime import StepdownLayer
 from stepdown.pipeline.runtime.extension import build_extension
+from stepdown.pipeline.runtime.manifest import MOST_ELEMENTS
 from stepdown.pipeline.stages import (
     OPTIONAL_PASSES,
     Compilation,
@@ -158,6 +159,7 @@ def compile_layer(
         build,
         optimize,
     )
+    _refuse_uncallable(definition, batch, seq)
     if options.layouts and "assign-layouts" in options.disable:
         raise OptionError('layouts were given and the pass "assign-layouts" was switched off; accepted is one of both.')
     if options.memory_budget is not None and "recompute" in options.disable:
@@ -251,6 +253,16 @@ def _size(name: str, value: int | None) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f'"{name}" is {value!r}; accepted are a positive integer, or None for any size.')
     return value
+
+
+def _refuse_uncallable(definition: EncoderLayer, batch: int | None, seq: int | None) -> None:
+    """Refuse promised sizes at which the runtime takes no input, before the work."""
+    elements = (batch or 1) * (seq or 1) * definition.embed
+    if elements > MOST_ELEMENTS:
+        given = " and ".join(f'"{name}" {size}' for name, size in (("batch", batch), ("seq", seq)) if size is not None)
+        raise OptionError(
+            f"{given} was given, at which the input has {elements} elements or more; accepted are at most {MOST_ELEMENTS}."
+        )
 
 
 def _budget(value: int | None) -> int | None:

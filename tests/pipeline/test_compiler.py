@@ -314,6 +314,8 @@ def test_output_refuses_what_is_not_a_build_before_it_compiles(counted: CountedC
             for name in ("batch", "seq")
             for value in (0, -1, True, False, 2.0, "2", float("nan"))
         ),
+        ({"batch": 2**70}, f'"batch" {2**70}', "at most 2147483647"),
+        ({"batch": 2**20, "seq": 2**20}, f'"batch" {2**20} and "seq" {2**20}', "at most 2147483647"),
     ],
 )
 def test_impossible_options_are_refused_in_one_sentence(
