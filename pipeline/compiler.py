@@ -261,7 +261,8 @@ def _refuse_uncallable(definition: EncoderLayer, batch: int | None, seq: int | N
     if elements > MOST_ELEMENTS:
         given = " and ".join(f'"{name}" {size}' for name, size in (("batch", batch), ("seq", seq)) if size is not None)
         raise OptionError(
-            f"{given} was given, at which the input has {elements} elements or more; accepted are at most {MOST_ELEMENTS}."
+            f"{given} was given, at which the input has {elements} elements or more; accepted are at most "
+            f"{MOST_ELEMENTS}."
         )
 
 
